@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fsdplab.common.lazy import names_of
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "shard_model": "fsdplab.engine",

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,8 @@ TIME_LIMIT_S = 300
 @dataclass(frozen=True)
 class Fault:
     """A fault of the job: `says` are groups of words, of each of which the finding's title must have one; `remedy` are
-    words that the remedy must have, by engine. Where `accuses` is False, the job has no fault.
+    words that the remedy must have, by engine. Where `accuses` is False, the job has no fault. It is recorded `runs`
+    times.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Fault:
     says: Sequence[str] = ()
     remedy: Mapping[str, Sequence[str]] = field(default_factory=dict)
     accuses: bool = True
+    runs: int = 1
 
     @property
     def engines(self) -> Sequence[str]:
@@ -59,7 +61,7 @@ def _everywhere(word: str) -> Mapping[str, Sequence[str]]:
 
 
 FAULTS = (
-    Fault("none", "no fault", accuses=False, remedy=_everywhere("")),
+    Fault("none", "no fault", accuses=False, remedy=_everywhere(""), runs=3),
     Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both()),
     Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both()),
     Fault("loader", "a loader that takes 10 ms a sample", ("load",),
@@ -68,6 +70,7 @@ FAULTS = (
     Fault("tiny-units", "each layer is a unit", ("small",), {"fsdp2": ("fully_shard", "block")}),
     Fault("one-unit", "the whole model is one unit", ("one unit",), {"fsdp2": ("fully_shard",)}),
     Fault("small-buckets", "buckets of 50 kB", ("bucket|small",), {"ddp": ("bucket_cap_mb",)}),
+    Fault("one-bucket", "a bucket of 1 GB", ("one bucket",), {"ddp": ("bucket_cap_mb",)}),
     Fault("find-unused", "find_unused_parameters without need", ("find_unused_parameters",),
           {"ddp": ("find_unused_parameters=False",)}),
     Fault("broadcast-buffers", "a constant buffer is broadcast in each forward", ("buffers",),
@@ -109,6 +112,28 @@ FAULTS = (
     Fault("kept-gradients", "gradients are set to zero and kept", ("radients",), _both("set_to_none")),
     Fault("clip-each", "gradients are clipped one parameter after the other", ("clip|norm",),
           _both("clip_grad_norm_")),
+    Fault("validation-loss", "a validation loss after each step, computed with a graph", ("no backward",),
+          _both("no_grad")),
+    Fault("second-step", "the optimizer steps twice", ("steps 2 times",), _both("optimizer.step()")),
+    Fault("eval-mode", "trained in eval mode, with dropout", ("Dropout",), _both("train()")),
+    Fault("anomaly", "anomaly detection is on", ("anomaly",), _both("set_detect_anomaly")),
+    Fault("deep-copy", "the model is copied after each step", ("copied",), {"ddp": ("AveragedModel",)}),
+    Fault("empty-cache", "the allocator's cache is emptied after each step", ("empty_cache",), _both("of the loop")),
+    Fault("histograms", "histograms of all parameters after each step", ("reads",), _both("hundredth")),
+    Fault("log-norms", "the norm of each gradient is taken after each step", ("Norms",), _both("hundredth")),
+    Fault("clip-twice", "gradients are clipped twice", ("clipped again",), _both("Once a step")),
+    Fault("item-micro", "the loss of each of 4 micro-batches is read", (".item()|read",), _both(".item()")),
+    Fault("prints", "a tensor is printed in each step", (".item()|read|print",), _both(".item()")),
+    Fault("fp64", "parameters in fp64", ("fp64",), _both("float()")),
+    Fault("keeps-graph", "losses are added up with their graphs", ("Memory grows",), _both("detach")),
+    Fault("begin-loader", "the data loader is begun anew in each step", ("begun",), _both("before the loop")),
+    Fault("optimizer-checkpoint", "the optimizer's state is saved after each step", ("saved",), _both("every")),
+    Fault("static-graph", "find_unused_parameters beside static_graph", ("find_unused_parameters",),
+          {"ddp": ("find_unused_parameters=False",)}),
+    Fault("two-losses", "backward is called of two losses", ("2 times",), {"fsdp2": ("set_requires_gradient_sync",)}),
+    Fault("reduce-again", "gradients are reduced by hand too", ("all_reduce",), _both("every")),
+    Fault("average-in-place", "no fault: each rank averages its own shards", accuses=False, remedy=_both()),
+    Fault("waits", "not recognised: every rank waits 0.1 s outside of PyTorch", accuses=False, remedy=_both()),
     Fault("hook-check", "a hook reads a number after each layer", (".item()|read",), _both(".item()")),
     Fault("hook-barrier", "a hook waits for all ranks after each layer", ("barrier",), _both("barrier")),
 )  # fmt: skip
@@ -117,14 +142,15 @@ FAULTS = (
 # ---- recording
 
 
-def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False) -> Path:
-    """The folder of a job's record; recorded where it is not there yet."""
-    folder = kept / engine / fault
+def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False, run: int = 1) -> Path:
+    """The folder of a job's record, of the first run or a later one; recorded where it is not there yet."""
+    folder = kept / engine / (fault if run == 1 else f"{fault}-{run}")
     if again or not (folder / "run.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = _command(fault, engine)
         command = (sys.executable, "-m", "fsdplab", "record", "-q", "--force", "--out", str(folder), "--", *job)
-        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIME_LIMIT_S
         )
@@ -171,9 +197,9 @@ def _has_one(sentence: str, words: str) -> bool:
     return any(word.lower() in sentence.lower() for word in words.split("|"))
 
 
-def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False) -> Judged:
+def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False, run: int = 1) -> Judged:
     """Record a job, where that is needed, and look at its first finding."""
-    record = RunRecord.load(recording_of(fault.name, engine, kept, again))
+    record = RunRecord.load(recording_of(fault.name, engine, kept, again, run))
     found = findings(record)
     return Judged(fault, engine, found[0] if found else None)
 
@@ -187,6 +213,21 @@ def table(judged: Sequence[Judged]) -> str:
     return "\n".join(lines)
 
 
+def chosen(engines: Sequence[str], only: Sequence[str] | None) -> Iterator[tuple[Fault, str, int]]:
+    """Each job of these engines, with the number of its run; `only` those of these faults."""
+    for fault in FAULTS:
+        for engine in fault.engines:
+            if engine in engines and (not only or fault.name in only):
+                yield from ((fault, engine, run) for run in range(1, fault.runs + 1))
+
+
+def tell(judged: Judged) -> None:
+    """Print a job's first sentence and its remedy."""
+    verdict = "right" if judged.is_right else "WRONG"
+    print(f"{verdict}  {judged.engine:5}  {judged.fault.name}: {judged.sentence}", flush=True)
+    print(f"                -> {judged.first.remedy[:160] if judged.first else ''}", flush=True)
+
+
 def main() -> None:
     """Run the bench, and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -197,17 +238,10 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     judged = []
-    for fault in FAULTS:
-        for engine in fault.engines:
-            if engine in options.engine and (not options.only or fault.name in options.only):
-                judged.append(judge(fault, engine, options.recordings, options.again))
-                one = judged[-1]
-                remedy = one.first.remedy if one.first else ""
-                if not options.markdown:
-                    print(
-                        f"{'right' if one.is_right else 'WRONG'}  {engine:5}  {fault.name}: {one.sentence}", flush=True
-                    )
-                    print(f"                -> {remedy[:160]}", flush=True)
+    for fault, engine, run in chosen(options.engine, options.only):
+        judged.append(judge(fault, engine, options.recordings, options.again, run))
+        if not options.markdown:
+            tell(judged[-1])
     if options.markdown:
         print(table(judged))
     right = sum(each.is_right for each in judged)

@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
-ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each")
+ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro")
 
 
 class Block(nn.Module):
@@ -53,6 +54,7 @@ class Network(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(fault == "recompute") for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 10)
+        self.dropout = nn.Dropout(0.1 if fault == "eval-mode" else 0.0)
         if fault == "broadcast-buffers":
             self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
 
@@ -62,7 +64,7 @@ class Network(nn.Module):
             x = x + self.positions
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean(1))
+        return self.head(self.dropout(x.mean(1)))
 
 
 class Samples(Dataset):
@@ -103,8 +105,9 @@ def replicated(model: Network, fault: str) -> nn.Module:
     """The model under DistributedDataParallel."""
     return nn.parallel.DistributedDataParallel(
         model,
-        bucket_cap_mb=0.05 if fault == "small-buckets" else None,
-        find_unused_parameters=fault == "find-unused",
+        bucket_cap_mb={"small-buckets": 0.05, "one-bucket": 1000}.get(fault),
+        find_unused_parameters=fault in ("find-unused", "static-graph"),
+        static_graph=fault == "static-graph",
         broadcast_buffers=fault == "broadcast-buffers",
         gradient_as_bucket_view=fault != "kept-gradients",
     )
@@ -141,30 +144,39 @@ class Loop:
     def __init__(self, engine: str, fault: str, folder: str) -> None:
         self.engine, self.fault, self.folder, self.rank = engine, fault, folder, dist.get_rank()
         torch.manual_seed(0)
-        network = Network(fault)
+        network = Network(fault).to(torch.float64 if fault == "fp64" else torch.float32)
+        torch.autograd.set_detect_anomaly(fault == "anomaly")
         self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
         self.model = sharded(network, fault) if engine == "fsdp2" else replicated(network, fault)
         add_hook(network, fault)
         self.optimizer = optimizer_of(self.model, fault)
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
         self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
-        self.running = 0.0
+        self.running: float | torch.Tensor = 0.0
 
     def train(self, steps: int) -> None:
         """All steps."""
         size = 2 * steps * self.micro_batches * self.batch
-        loader = iter(DataLoader(Samples(size, self.fault == "loader"), batch_size=self.batch))
+        begun_anew = self.fault == "begin-loader"
+        data = DataLoader(Samples(size, self.fault == "loader"), batch_size=self.batch, num_workers=int(begun_anew))
+        loader = iter(data)
         torch.manual_seed(self.rank)
+        self.model.train(self.fault != "eval-mode")
         for step in range(steps):
             for micro in range(self.micro_batches):
-                self.micro_batch(*next(loader), is_last=micro == self.micro_batches - 1)
+                batch = next(iter(data) if begun_anew else loader)
+                self.micro_batch(*batch, is_last=micro == self.micro_batches - 1)
             self.before_update()
             self.optimizer.step()
+            if self.fault == "second-step":
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
             self.after_update(step)
 
     def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
         """Forward and backward of one micro-batch."""
+        if self.fault == "fp64":
+            x = x.double()
         if self.fault == "imbalance" and self.rank == 1:
             x, y = x.repeat(6, 1, 1), y.repeat(6)
         if self.fault == "sleepy" and self.rank == 1:
@@ -177,7 +189,13 @@ class Loop:
                 self.running += total.item()
             if self.fault == "item-each":
                 self.running += sum(each.item() for each in loss.detach().expand(50))
-            loss.backward()
+            if self.fault == "item-micro":
+                self.running += loss.item()
+            if self.fault == "keeps-graph":
+                self.running = self.running + loss
+            loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses"))
+            if self.fault == "two-losses":
+                (0.1 * loss).backward()
 
     def accumulation(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are reduced only in the last micro-batch."""
@@ -201,8 +219,16 @@ class Loop:
         if self.fault == "clip-each":
             for parameter in self.model.parameters():
                 torch.nn.utils.clip_grad_norm_(parameter, 1.0)
-        if self.fault == "clip-once":
+        if self.fault in ("clip-once", "clip-twice"):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+        if self.fault == "clip-twice":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+        if self.fault == "log-norms":
+            self.running = sum(local(parameter.grad).norm() for parameter in self.model.parameters())
+        if self.fault == "reduce-again":
+            for parameter in self.model.parameters():
+                dist.all_reduce(local(parameter.grad))
 
     def after_update(self, step: int) -> None:
         """What some loops do after each step."""
@@ -211,6 +237,43 @@ class Loop:
             act()
         if self.rank == 0 and step % 10 == 0:
             print(f"step {step}", flush=True)
+
+    def validation_loss(self) -> None:
+        """The loss of other samples, with a graph of which no backward is called."""
+        samples = torch.randn(self.batch, TOKENS, WIDTH)
+        self.running += float(nn.functional.cross_entropy(self.model(samples), torch.zeros(self.batch).long()))
+
+    def deep_copy(self) -> None:
+        """The weights of this step are kept as a copy of the model."""
+        self.averaged = copy.deepcopy(self.model.module)
+
+    def empty_cache(self) -> None:
+        """Memory is given back to the driver."""
+        torch.cuda.empty_cache()
+
+    def histograms(self) -> None:
+        """Statistics of each parameter."""
+        for parameter in self.model.parameters():
+            numpy.histogram(local(parameter.detach()).numpy(), bins=64)
+
+    def average_in_place(self) -> None:
+        """A moving average of this rank's own shards, which is no fault."""
+        with torch.no_grad():
+            shards = [local(parameter.detach()) for parameter in self.model.parameters()]
+            self.shards = getattr(self, "shards", None) or [each.clone() for each in shards]
+            torch._foreach_lerp_(self.shards, shards, 0.01)
+
+    def prints(self) -> None:
+        """A tensor is printed."""
+        print(local(next(self.model.parameters())), flush=True)
+
+    def optimizer_checkpoint(self) -> None:
+        """Every rank writes its optimizer's state after each step."""
+        torch.save(self.optimizer.state_dict(), f"{self.folder}/optimizer{self.rank}.pt")
+
+    def waits(self) -> None:
+        """Every rank does something outside of PyTorch."""
+        time.sleep(0.1)
 
     def barrier(self) -> None:
         """Ranks meet after each step."""
@@ -269,6 +332,11 @@ class Loop:
         """The garbage collector, called by hand."""
         for _ in range(3):
             gc.collect()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or a gradient."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # ---- two ranks

@@ -79,10 +79,10 @@ class GpuRank:
 
     def copy(
         self, launched: float | None, start: float, end: float, stream: int = COMPUTE,
-        name: str = "Memcpy HtoD (Pinned -> Device)",
+        name: str = "Memcpy HtoD (Pinned -> Device)", **arguments: Any,
     ) -> GpuRank:  # fmt: skip
-        """A copy by a copy engine; from the host, unless `name` says otherwise."""
-        return self._device("gpu_memcpy", "cudaMemcpyAsync", name, launched, start, end, stream, MAIN, {})
+        """A copy by a copy engine; from the host, unless `name` says otherwise; `bytes` is an argument."""
+        return self._device("gpu_memcpy", "cudaMemcpyAsync", name, launched, start, end, stream, MAIN, arguments)
 
     def synchronise(self, start: float, end: float) -> GpuRank:
         """The host waits for the device."""

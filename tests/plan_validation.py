@@ -198,6 +198,9 @@ def validate(path: Path) -> Validation:
         for case in cases
         if case.tokens_per_s is not None and why_untimed(case)
     ]
+    unpredicted += [
+        LeftOut(case.id, case.source, f"no memory: {case.without_memory}") for case in cases if case.without_memory
+    ]
     rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed(cases)]
     took_place = [case for case in cases if case.tokens_per_s is not None]
     large = tuple(case.id for case in took_place if not fits_card(case.spec))

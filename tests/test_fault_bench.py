@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault_bench import FAULTS, Fault, judge
+from tests.fault_bench import ENGINES, FAULTS, TRAINERS, Fault, chosen, judge
 
-ALL = [(fault, engine) for fault in FAULTS for engine in fault.engines]
+ALL = list(chosen([*ENGINES, *TRAINERS], None))
 NEEDS = {"trainer": "transformers", "lightning": "lightning", "lightning-fsdp2": "lightning", "deepspeed": "deepspeed"}
 # one of each kind of evidence: none, collectives of a trace, calls of the loop's own, how DDP is set up
 DEFAULT = [("accumulates", "ddp"), ("reduce-each", "fsdp2"), ("train-false", "ddp")]
 
 
 def cases(default: bool) -> list[object]:
-    chosen = [each for each in ALL if ((each[0].name, each[1]) in DEFAULT) == default]
+    jobs = [each for each in ALL if ((each[0].name, each[1]) in DEFAULT) == default]
     return [
         pytest.param(
-            fault, engine, id=f"{fault.name}-{engine}",
+            fault, engine, run, id=f"{fault.name}-{engine}" if run == 1 else f"{fault.name}-{engine}-{run}",
             marks=pytest.mark.peers if engine.startswith(("lightning", "deepspeed")) else (),
         )
-        for fault, engine in chosen
+        for fault, engine, run in jobs
     ]  # fmt: skip
 
 
@@ -32,19 +32,19 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.default
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault,engine", cases(default=True))
-def test_the_first_finding_names_the_fault(fault: Fault, engine: str, kept: Path) -> None:
-    found = judge(fault, engine, kept)
+@pytest.mark.parametrize("fault,engine,run", cases(default=True))
+def test_the_first_finding_names_the_fault(fault: Fault, engine: str, run: int, kept: Path) -> None:
+    found = judge(fault, engine, kept, run=run)
     assert found.is_right, f"{found.sentence}\n{found.first}"
 
 
 @pytest.mark.full(f"records {len(ALL) - len(DEFAULT)} jobs")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault,engine", cases(default=False))
-def test_the_first_finding_names_every_other_fault(fault: Fault, engine: str, kept: Path) -> None:
+@pytest.mark.parametrize("fault,engine,run", cases(default=False))
+def test_the_first_finding_names_every_other_fault(fault: Fault, engine: str, run: int, kept: Path) -> None:
     if engine in NEEDS:
         pytest.importorskip(NEEDS[engine])
-    found = judge(fault, engine, kept)
+    found = judge(fault, engine, kept, run=run)
     assert found.is_right, f"{found.sentence}\n{found.first}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ STEPS, PROFILED = range(26), range(8, 16)
 OBSERVED = {"threads": 1, "cores": 2, "ranks_of_a_node": 2, "parameters": 26, "optimizer": "AdamW"}
 FSDP2 = {"engine": "torch-fsdp2", "strategy": "full_shard", "world_size": 2, "job": "a.py", "precision": "fp32"}
 DDP = {**FSDP2, "engine": "torch-ddp", "strategy": "no_shard"}
+GRAPHS = {"graph": (100, 40 * MS, 0), "dropped graph": (50, 20 * MS, 0)}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
 SHARDED: list[Call] = [
     *(("all_gather", f"blocks.{block}", phase, 2_000_000) for phase in ("forward", "backward") for block in range(4)),
@@ -37,6 +39,7 @@ KEPT = {"kept_gradient_bytes": 4_000_000}
 BUFFERS = {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": False}
 UNUSED = {"find_unused_parameters": True}
 BUCKETS = {"observed": {"bucket_bytes": 50_000}, "calls": 5 * [("all_reduce", "", "backward", 400_000)]}
+ONE_BUCKET = {"observed": {"bucket_bytes": 10**9}, "calls": [("all_reduce", "", "backward", 25_000_000)]}
 REPLICATED: list[Call] = [("all_reduce", "", "backward", 25_000_000), ("all_reduce", "", "backward", 7_000_000)]
 
 
@@ -136,6 +139,17 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("slow_loading", "takes 30.0 ms of a step of 100 ms (30 %)", "num_workers", {"loading": (1, 30 * MS, 0)}),
         ("recomputed", "4 blocks a step", "torch.utils.checkpoint", {"recomputed": (4, 9 * MS, 0)}),
         ("more_work", "Rank 1 works 2.0 times as much", "rank 1's data", {"cpu_s": (0.05, 0.1)}),
+        ("deep_copy", "copied once in each step", "AveragedModel", {"deep copy": (1, 20 * MS, 0)}),
+        ("emptied_cache", "empty_cache is called 2 times", "out of the loop", {"cache emptied": (2, 20 * MS, 0)}),
+        ("loader_begun", "begun once in each step", "before the loop", {"loader begun": (1, 20 * MS, 0)}),
+        ("clipped_again", "clipped again", "Once a step", {"clipping": (2, MS, 0), "clipped again": (1, MS, 0)}),
+        ("norms_apart", "26 a step", "get_total_norm", {"norm": (26, MS, 0)}),
+        ("norms_apart", "26 a step", "get_total_norm", {"norm": (28, MS, 0), "clipping": (1, MS, 0)}),
+        ("read_whole", "reads 26 tensors whole", "hundredth", {"to numpy": (26, MS, 0)}),
+        ("dropped_graph", "50 of the 100 nodes", "torch.no_grad()", GRAPHS),
+        ("in_eval_mode", "Dropout (4)", "model.train()", {"observed": {"asleep": {"Dropout": 4}}}),
+        ("anomaly_mode", "anomaly detection", "set_detect_anomaly", {"observed": {"anomaly_mode": True}}),
+        ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -156,6 +170,7 @@ def test_a_fault_is_named_with_its_remedy(kind, says, remedy, given, share, tmp_
         ("find_unused", "find_unused_parameters", "find_unused_parameters=False", {"observed": UNUSED}),
         ("sent_buffers", "32.0 kB", "broadcast_buffers=False", {"observed": BUFFERS}),
         ("small_buckets", "5 all-reduces a step", "bucket_cap_mb", BUCKETS),
+        ("one_bucket", "the all-reduce of 25.0 MB begins", "bucket_cap_mb=25", ONE_BUCKET),
         ("full_messages", "fp32", "bf16_compress_hook", {"observed": {"autocast": "bfloat16"}}),
     ],
 )  # fmt: skip
@@ -168,6 +183,7 @@ def test_faults_of_ddp(kind, says, remedy, given, tmp_path):
     {"find_unused_parameters": True, "unused_parameters": 2},
     {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": True},
     {"autocast": "bfloat16", "has_comm_hook": True},
+    {"bucket_bytes": 10**9},  # and there are two buckets
 ])  # fmt: skip
 def test_an_option_of_ddp_that_is_needed_is_no_fault(options, tmp_path):
     assert faults(job(tmp_path, DDP, REPLICATED, options)) == []
@@ -184,6 +200,60 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
     assert f"{size(0.75 * total)} of {size(total)} sent are avoidable" in found.title
     once = [each for each in calls if each[0] == "all_gather"] + (SHARDED[8:] if spec is FSDP2 else REPLICATED)
     assert faults(job(tmp_path, spec, once, backward=(4, 30 * MS, 0))) == []
+
+
+@pytest.mark.parametrize("given", [
+    {"graph": (100, 40 * MS, 0), "dropped graph": (26, 2 * MS, 0)},  # many nodes, and hardly any time: to_local
+    {"graph": (100, 40 * MS, 0), "dropped graph": (6, 20 * MS, 0)},  # a metric that keeps few nodes
+    {"clipping": (1, MS, 0), "norm": (2, MS, 0)},  # what clip_grad_norm_ takes besides its list of norms
+    {"to numpy": (2, MS, 0)}, {"read": (4, MS, 0), "backward": (1, 30 * MS, 0)},
+    {"read": (7, MS, 0), "backward": (4, 30 * MS, 0)},  # the recording reads four losses
+    {"resident": (1, 0, 500_000_000)},
+])  # fmt: skip
+def test_a_near_miss_is_no_fault(given, tmp_path):
+    assert faults(job(tmp_path, **given)) == []
+
+
+def test_a_loss_that_is_read_in_each_micro_batch_is_named(tmp_path):
+    found = only(job(tmp_path, read=(8, MS, 0), backward=(4, 30 * MS, 0)))
+    assert found.kind == "reads" and "reads 4 numbers" in found.title
+
+
+def in_some(record: RunRecord, name: str, has: Callable[[int], bool]) -> RunRecord:
+    """Only some steps have this activity."""
+    record.tables["activities"] = [
+        each for each in record.table("activities") if each["name"] != name or has(each["step"])
+    ]
+    return record
+
+
+def test_an_optimizer_that_steps_without_a_backward_is_named(tmp_path):
+    found = only(in_some(job(tmp_path, backward=(1, 30 * MS, 0)), "backward", lambda step: step % 2 == 0))
+    assert "steps 2 times for each backward: 50 %" in found.title
+    assert faults(in_some(job(tmp_path, backward=(1, 30 * MS, 0)), "backward", lambda step: step != 20)) == []
+    pipeline = in_some(job(tmp_path, backward=(1, 30 * MS, 0)), "backward", lambda step: False)
+    assert faults(pipeline) == [], "its backward is not one of a tensor"
+
+
+def holds(record: RunRecord, of_step: Callable[[int], int]) -> RunRecord:
+    """Rank 1 holds so many bytes after each step."""
+    for each in record.table("activities"):
+        if each["name"] == "resident" and each["rank"] == 1:
+            each["nbytes"] = of_step(each["step"])
+    return record
+
+
+def test_memory_that_grows_in_each_step_is_named(tmp_path):
+    given = {"resident": (1, 0, 500_000_000)}
+    grown = holds(job(tmp_path, **given), lambda step: 500_000_000 + 12_000_000 * step)
+    found = only(grown)
+    assert found.rank == 1 and "by 12.0 MB: rank 1 holds 692 MB, and 800 MB 9 steps later" in found.title
+    assert "loss.detach()" in found.remedy
+    once = holds(job(tmp_path, **given), lambda step: 500_000_000 if step < 20 else 700_000_000)
+    little = holds(job(tmp_path, **given), lambda step: 500_000_000 + 100_000 * step)
+    profiled = holds(job(tmp_path, **given), lambda step: 500_000_000 + 12_000_000 * min(step, 16))
+    for record in (once, little, profiled):
+        assert faults(record) == []
 
 
 def test_fsdp2_that_gathers_nothing_ahead_is_told_so_and_not_accused(tmp_path):

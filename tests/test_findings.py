@@ -279,10 +279,17 @@ def test_the_three_parts_of_a_row_are_claimed_by_three_findings(tmp_path: Path) 
     record = by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 50, 46, "waiting_for_peer")])
     for row in record.table("exposed"):
         row |= {"on_link_ns": 10 * MS, "copying_ns": 6 * MS, "waiting_ns": 30 * MS}
-    assert of_exposed(record) == {"skew": 0.030, "unknown": 0.010, "copies": 0.006}
+    assert of_exposed(record) == {"skew": 0.030, "nothing_to_hide_behind": 0.010, "copies": 0.006}
     for row in record.table("exposed"):
         row["cause"] = "late_start"
     assert of_exposed(record) == {"skew": 0.030, "no_prefetch": 0.010, "copies": 0.006}
+    for row in record.table("exposed"):
+        row["kind"] = "reduce_scatter"
+    assert of_exposed(record) == {"skew": 0.030, "blocking": 0.010, "copies": 0.006}
+    assert "async_op=True" in next(each.remedy for each in findings(record) if each.kind == "blocking")
+    for row in record.table("exposed"):
+        row["cause"] = "unknown"
+    assert of_exposed(record) == {"skew": 0.030, "unknown": 0.010, "copies": 0.006}
 
 
 @pytest.mark.quick

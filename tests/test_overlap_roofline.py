@@ -15,7 +15,7 @@ from fsdplab.planning.links import PRESETS, LinkSpec
 from fsdplab.planning.overlap import overlap_of, overlap_point
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import simulate
-from fsdplab.planning.step_time import Compute
+from fsdplab.planning.step_time import Compute, work_of
 from fsdplab.planning.windtunnel import TARGET_TOKENS
 from fsdplab.records import RunRecord
 
@@ -116,13 +116,14 @@ def test_a_run_in_the_wind_tunnel_without_a_profile_is_refused(tmp_path):
         overlap_point(RunRecord(tmp_path, spec=spec))
 
 
-def test_a_simulated_run_is_a_point_on_the_plans_line():
+def test_a_simulated_run_is_a_point_on_the_plans_line_but_for_what_collectives_take_of_its_compute():
     spec = spec_of(micro_batch=40)
     point, found = overlap_point(simulate(spec)), overlap_of(spec)
     seconds = (sum(each.values()) for each in (found.communication_s, found.compute_s))
     communication, compute = seconds
+    slowed = work_of(spec).slowed_s / spec.model.layers  # that of the root, a small part, is not told apart
     assert point.tokens == spec.tokens and point.predicted is None
-    assert point.measured == pytest.approx(communication / compute, rel=1e-3)
+    assert point.measured == pytest.approx(communication / (compute + slowed), rel=0.03)
 
 
 def test_a_run_without_a_profile_is_refused(tmp_path):

@@ -33,7 +33,8 @@ from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of, under_each_strategy
-from fsdplab.planning.planner import plan_of, plan_spec, shortfall
+from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.planning.remedies import remedies, shortfall
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import SHAPES
@@ -155,7 +156,7 @@ def test_c2_under_ddp_every_gpu_holds_it():
     peaks = [plan(**SEVENTY, gpus=gpus, strategy="no_shard") for gpus in (16, 256)]
     assert all(found.memory.peak.total > 16 * P and not found.fits for found in peaks)
     said = shortfall(peaks[0]) or ""
-    assert "needs CPU offload" in said and said.count("--strategy full_shard") == 1, "sharding alone is not enough"
+    assert "--offload cpu --strategy full_shard" in said, "sharding alone is not enough"
 
 
 def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
@@ -230,7 +231,7 @@ def test_a_search_and_every_advice_leave_out_offload_that_a_strategy_cannot_do(s
     spec = plan_spec("llama-3.1-8b", "4090", gpus=2, strategy=strategy)
     said = shortfall(plan_of(spec)) or ""
     keeps_whole = strategy in ("no_shard", "zero1", "zero2")
-    assert ("a rank under --strategy full_shard" in said) == keeps_whole and "CPU offload" in said, said
+    assert ("--offload cpu --strategy full_shard" in said) == keeps_whole and "--offload cpu" in said, said
     offloaded = under_each_strategy(plan_spec("llama-3.1-8b", "h100", gpus=16, offload=True))
     assert {each.strategy for each in offloaded} == {"shard_grad_op", "full_shard", "hybrid_shard"}
 
@@ -475,10 +476,11 @@ def test_an_impossible_request_says_what_is_missing_and_what_would_do():
     alone = plan("llama-3.1-70b", "4090", gpus=4, master_dtype="bf16", checkpointing="full", seq=512)
     said = shortfall(alone) or ""
     assert said.startswith("35.3 GB of sharded parameters on a 25.8 GB card, "), said
-    assert "needs 6 cards for the sharded parameters" in said and "CPU offload of 141 GB a rank" in said
+    assert "6 cards hold the sharded parameters" in said and "--offload cpu" in said
+    assert "564 GB of host memory a node" in said, "8 bytes of state a parameter"
     many = plan("llama-3.1-70b", "h100-80gb", gpus=8, checkpointing="full")
     gpus = planner.least_gpus(many.spec)
-    assert gpus and f"needs {gpus} cards" in (shortfall(many) or "")
+    assert gpus and f"{gpus} cards hold the same choices" in (shortfall(many) or "")
     assert plan_of(replace(many.spec, gpus=gpus)).fits
     assert not plan_of(replace(many.spec, gpus=gpus - 8)).fits, "it is the least"
 
@@ -567,7 +569,7 @@ def test_a_step_with_states_in_host_memory_has_its_copies_and_the_optimizer_of_t
     assert "copies to and from the host 11.5 GB over pcie5 (63.0 GB/s each way, of its specification): 183 ms" in out
     # 8 ranks with 28 bytes for each of their 1.004 B parameters, at 109 GB/s of one node
     assert "optimizer on the CPU 2.06 s of the compute; at the rate of ZeRO-Offload's table 4" in out
-    assert "none of which offloads" in out and "at least" not in out
+    assert "none of them offloads" in out and "at least" not in out
     assert not {"copies to and from", "on the CPU", "offloads"} & {*re.findall("[a-zA-Z ]+", printed(capsys=capsys))}
 
 
@@ -585,7 +587,7 @@ def test_one_rank_sends_nothing_and_many_wait_for_the_latency_of_rings(capsys):
 
 def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
     long = plan("llama-3.1-8b", "h100", gpus=64, seq=131_072, checkpointing="full")
-    assert (shortfall(long) or "").endswith("needs --loss chunked, or --tp 4")
+    assert [remedy.words for remedy in remedies(long.spec)] == ["--loss chunked", "--tp 4"]
     assert plan_of(replace(long.spec, tensor_parallel=4)).fits and plan_of(replace(long.spec, context_parallel=8)).fits
     alone = shortfall(plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4")) or ""
     assert "--strategy full_shard" not in alone and "--batch-size 1" not in alone and "--tp" not in alone

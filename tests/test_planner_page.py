@@ -15,6 +15,7 @@ import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Iterator
 from functools import partial
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from nbformat.v4 import new_markdown_cell, new_notebook
 
 from fsdplab import cli
 from fsdplab.figures.live.answer import answer
-from fsdplab.figures.live.controls import command_of, controls, short_name
+from fsdplab.figures.live.controls import command_of, controls, offered, short_name
 from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.simulation import simulate
 from fsdplab.teaching.__main__ import main
@@ -97,6 +98,73 @@ def test_drawings_are_whole_and_say_in_words_what_they_show(choice: dict[str, st
     at_the_peak = [float(bar.get("width", "")) for bar in bars if bar.get("y") == bars[0].get("y")]
     end = max(plan["card_bytes"], plan["memory_band_bytes"][1], plan["memory_bytes"]["total"]) * 1.04
     assert sum(at_the_peak) == pytest.approx((width - 2) * plan["memory_bytes"]["total"] / end, abs=1)
+
+
+TOO_LARGE: tuple[dict[str, str], ...] = (
+    {"model": "llama-3.1-70b", "gpu": "4090", "gpus": "4"},
+    {"model": "llama-3.1-70b", "gpus": "16", "checkpointing": "full"},
+    {"model": "llama-3.1-70b", "gpus": "8", "checkpointing": "full", "strategy": "no_shard"},
+    {"micro_batch": "12", "seq": "8192"},
+    {"seq": "131072", "gpus": "64", "checkpointing": "full"},
+    {"model": "llama-3.1-70b", "gpus": "16", "checkpointing": "full", "optimizer": "adamw-8bit", "micro_batch": "8"},
+)
+
+
+class Buttons(HTMLParser):
+    """The choices of the remedies' buttons."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.choices: list[dict[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "button":
+            self.choices.append(json.loads(dict(attrs)["data-choice"] or ""))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("choice", TOO_LARGE, ids=str)
+def test_every_remedy_is_a_button_whose_choice_fits(choice: dict[str, str]) -> None:
+    shown = answer(choice, 700)
+    plan = json.loads(html.unescape(shown["json"]))
+    chosen = Buttons(shown["remedies"]).choices
+    assert plan["fits"] == "no" and len(chosen) == len(plan["remedies"]) > 0
+    for remedy, values in zip(plan["remedies"], chosen):
+        after = json.loads(html.unescape(answer(values, 700)["json"]))
+        assert after["fits"] != "no" and set(values) <= {each.name for each in controls()}
+        if after["gpus"] == plan["gpus"]:  # of GPUs the next number that is offered is taken
+            assert after["memory_bytes"]["total"] == pytest.approx(remedy["peak_bytes"], abs=20)
+            assert after["tokens_per_s_per_gpu"] == pytest.approx(remedy["tokens_per_s_per_gpu"])
+    assert answer({}, 700)["remedies"] == "", "a plan that fits needs none"
+
+
+@pytest.mark.quick
+def test_a_step_of_too_many_micro_batches_is_planned_and_not_drawn() -> None:
+    shown = answer({"grad_accum": "1024"}, 700)
+    assert (
+        not shown["error"] and not shown["step"] and shown["step-words"].startswith("A step of so many micro-batches")
+    )
+
+
+@pytest.mark.quick
+def test_what_the_controls_do_not_offer_is_no_button() -> None:
+    assert offered({}, {"micro_batch": 27}) is None and offered({}, {"masters": "separate"}) is None
+    assert offered({"gpu": "4090"}, {"gpus": 17, "offload": True}) == {"gpu": "4090", "gpus": "24", "offload": "cpu"}
+    assert offered({}, {"gpus": 10**6}) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("choice", (*CHOICES, *TOO_LARGE), ids=str)
+def test_the_cards_line_crosses_no_name(choice: dict[str, str]) -> None:
+    drawing = ET.fromstring(answer(choice, 700)["memory"])
+    (line,) = [part.get("d", "") for part in drawing.iter("path") if part.get("class") == "card"]
+    spans = [part.split("v") for part in line.split("M")[1:]]
+    marks = [(float(start.split()[1]), float(start.split()[1]) + float(length)) for start, length in spans]
+    names = [float(text.get("y", "")) for text in drawing.iter("text") if ": " in (text.text or "")]
+    assert len(marks) == len(names) == 2
+    for start, end in marks:
+        assert all(end < baseline - 9 or start > baseline for baseline in names), "letters are 9 pixels high"
 
 
 @pytest.mark.quick
@@ -331,6 +399,12 @@ def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(site: Path, browser:
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
         assert page.locator(f"#{name} text").first.evaluate("each => each.getBoundingClientRect().height") > 10
     page.screenshot(path=str(tmp_path / "phone.png"), full_page=True)
+    page.goto(f"{server.page}#model=llama-3.1-70b&gpus=16&checkpointing=full")
+    page.get_by_role("button", name="--reduce-dtype bf16").click()
+    page.wait_for_function("document.querySelector('#verdict b').textContent === 'fits: likely'", timeout=30_000)
+    assert page.url.endswith("#model=llama-3.1-70b&gpus=16&checkpointing=full&reduce_dtype=bf16")
+    assert page.locator("#reduce_dtype").input_value() == "bf16" and page.locator("#reduce_dtype").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     server.stop()
 
 

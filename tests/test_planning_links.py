@@ -5,12 +5,19 @@ every reader against wrong input.
 from __future__ import annotations
 
 import csv
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdplab.planning.hardware import GPUS, HardwareError, parse_cluster
+from fsdplab import cli
+from fsdplab.planning.hardware import GPUS, HardwareError, gpu_named, parse_cluster
 from fsdplab.planning.links import PRESETS, LinkError, LinkSpec, parse_link, ring_steps, transfer_s
+from fsdplab.planning.peers import BETWEEN_SOCKETS, peerless_band
+from fsdplab.planning.planner import plan_spec
+from fsdplab.planning.step_time import step_time
 from fsdplab.planning.windtunnel import Target, WindTunnelError, card_for, link_for, wind_tunnel
 
 pytestmark = pytest.mark.quick
@@ -214,3 +221,43 @@ def test_a_card_of_nothing_is_refused(changed):
         card_for(
             Target(1.0, 0.1, 0.1, 10**9), **{"parameters_here": 10, "target_parameters": 100, "ranks": 2, **changed}
         )
+
+
+# ---- cards without peer access
+
+
+def test_cards_without_peer_access_have_a_band_of_exposed_time(capsys):
+    """Llama 3.1 8B in bf16 on four RTX 4090: 3/4 of 16 GB twice and of 32 GB once over 26 GB/s, or over 10."""
+    spec = plan_spec("llama-3.1-8b", "4090", gpus=4, checkpointing="full", master_dtype="bf16")
+    band = peerless_band(spec)
+    assert (band.assumed, band.least) == (0.84 * 31e9, BETWEEN_SOCKETS)
+    fast, slow = band.times
+    assert fast == step_time(spec) and slow.communication_s == pytest.approx(2.6 * fast.communication_s, rel=0.01)
+    assert band.exposed_s[0] < band.exposed_s[1] and band.tokens_per_s[0] < band.tokens_per_s[1]
+    told = ["plan", "--model", "llama-3.1-8b", "--gpu", "4090", "--world-size", "4", "--checkpoint", "full"]
+    with pytest.raises(SystemExit):
+        cli.main([*told, "--master-dtype", "bf16"])
+    assert "has no peer access, so collectives go through host memory" in " ".join(capsys.readouterr().out.split())
+    assert peerless_band(replace(spec, gpus=1)) is None
+    assert peerless_band(plan_spec("llama-3.1-8b", "h100", gpus=8)) is None
+
+
+def test_two_cards_on_one_uplink_have_half_of_its_rate_each():
+    alone, shared = GPUS["RTX 4090"], GPUS["RTX 4090 shared"]
+    assert shared.link.bytes_per_s == alone.link.bytes_per_s / 2 == shared.host_link.bytes_per_s
+    assert replace(shared, name="", source="", link=alone.link, host_link=alone.host_link) == replace(
+        alone, name="", source=""
+    )
+    assert [name for name, gpu in GPUS.items() if not gpu.peer_access] == ["RTX 4090", "RTX 4090 shared", "RTX 3090"]
+
+
+@pytest.mark.parametrize("given, words", [(False, ""), ("no", "peer_access is 'no'; expected true or false")])
+def test_a_gpu_of_ones_own_says_whether_it_has_peer_access(given, words, tmp_path):
+    path = tmp_path / "own.json"
+    own = {"name": "own", "memory_gib": 32, "hbm_tb_per_s": 1.8, "link": "pcie5", "bf16_tflops": 210}
+    path.write_text(json.dumps(own | {"peer_access": given}))
+    if words:
+        with pytest.raises(HardwareError, match=re.escape(words)):
+            gpu_named(str(path))
+        return
+    assert peerless_band(plan_spec("llama-3.2-1b", str(path), gpus=2)).least == BETWEEN_SOCKETS

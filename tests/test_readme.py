@@ -6,10 +6,14 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.test_recording import environment
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,3 +108,17 @@ def test_the_program_trains_on_two_ranks(ranks):
     first, second = ranks(2, printed_by, program)
     assert len(first) == 20 and second == [] and first[-1] < 0.7 * first[0]
     assert "torchrun --standalone --nproc-per-node 2 mine.py" in README and program.startswith("# mine.py")
+
+
+@pytest.mark.full("a recorded job of torchrun's")
+def test_the_program_is_told_what_the_readme_quotes(tmp_path):
+    """The quoted share is one of an idle machine, and is not compared."""
+    (program,) = blocks("python")
+    (tmp_path / "mine.py").write_text(program, encoding="utf-8")
+    (command,) = re.findall(r"^(fsdplab record .*)$", README, re.MULTILINE)
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-2000:]
+    quoted = re.findall(r"^> (The optimizer .*?): \d+ % of each step\.$", README, re.MULTILINE)
+    told = [line for line in done.stdout.splitlines() if line.startswith("The optimizer ")]
+    assert len(quoted) == 1 and told and told[0].startswith(quoted[0])

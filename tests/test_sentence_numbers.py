@@ -15,17 +15,20 @@ from typing import NamedTuple
 
 import pytest
 
+from fsdplab.common.sizes import size
 from fsdplab.figures.conclusion import change_words, gaps, verdict
 from fsdplab.figures.fastest import step_words
 from fsdplab.figures.outlook import Outlook
 from fsdplab.figures.view import RunView
 from fsdplab.planning import search
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence
+from fsdplab.planning.as_flags import in_short
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
-from fsdplab.planning.planner import plan_of, plan_spec, shortfall
-from fsdplab.planning.search import Fit, candidate_of, in_short
+from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.planning.remedies import cards_for_states, in_words, lacking, more_cards, remedies
+from fsdplab.planning.search import Fit, candidate_of
 from fsdplab.planning.step_time import Compute
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.profiling.late_rank import CHANCE, fewest_steps
@@ -353,17 +356,28 @@ def test_whether_hybrid_sharding_pays() -> None:
 
 
 def test_what_a_plan_lacks_and_how_many_cards_hold_its_states() -> None:
-    """4 bytes a parameter of masters, 16 of all states: over so many cards, or in host memory."""
+    """4 bytes a parameter of masters, 16 of all states: over so many cards."""
     card, parameters = TOO_LARGE.gpu.memory_bytes, TOO_LARGE.model.parameters
-    said = (shortfall(plan_of(TOO_LARGE)) or "").partition(", or a frozen base")[0]
     cards = [math.ceil(bytes_each * parameters / card) for bytes_each in (4, 16)]
     alone = held(TOO_LARGE, "activations")
-    host = 16 * parameters / 8
-    assert_shows(said, [alone, card, peak(TOO_LARGE) - card, *cards, host, 1])
+    assert_shows(lacking(plan_of(TOO_LARGE)) or "", [alone, card, peak(TOO_LARGE) - card])
+    assert_shows(cards_for_states(TOO_LARGE) or "", cards)
     fewer = replace(SEVENTY, gpus=8)
     fitting_on = next(gpus for gpus in range(8, 99, 8) if peak(replace(fewer, gpus=gpus)) <= card)
-    said = (shortfall(plan_of(fewer)) or "").partition(", or ")[0]
-    assert_shows(said, [peak(fewer), card, peak(fewer) - card, fitting_on])
+    assert_shows(lacking(plan_of(fewer)) or "", [peak(fewer), card, peak(fewer) - card])
+    assert more_cards(fewer) == [{"gpus": fitting_on}]
+
+
+def test_what_makes_a_plan_fit_has_its_peak_and_its_speed() -> None:
+    """A remedy's figures are those of the plan with its changes."""
+    for spec in (TOO_LARGE, replace(SEVENTY, gpus=8)):
+        for remedy in remedies(spec):
+            other = replace(spec, **dict(remedy.changes))
+            tokens_per_s = other.step_tokens / step_s(other) / other.gpus
+            host = [16 * other.model.parameters / other.gpus * other.gpus_per_node] if other.offload else []
+            said = in_words(remedy)
+            assert peak(other) <= other.gpu.memory_bytes and f"{tokens_per_s:,.0f} tokens/s" in said, said
+            assert size(peak(other)) in said and (not host or size(host[0]) in said), said
 
 
 # ---- the answers of a search

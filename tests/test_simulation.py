@@ -29,7 +29,7 @@ from fsdplab.planning.simulation import (
     simulated_step,
 )  # fmt: skip
 from fsdplab.planning.simulation.simulated_step import account
-from fsdplab.planning.step_time import step_time
+from fsdplab.planning.step_time import step_time, work_of
 from fsdplab.profiling.findings import findings
 from fsdplab.profiling.late_rank import late_rank_of
 from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
@@ -469,13 +469,57 @@ def test_a_pipeline_is_refused_instead_of_simulated_without_its_stages():
 
 
 def test_what_collectives_take_from_the_compute_is_no_part_of_the_optimizers_step():
-    """All ranks' passes are longer by it; it once lay in the optimizer's step, a quarter of this one."""
+    """All ranks' passes are longer by it; it once lay in the optimizer's step, a quarter of this one, and then as a
+    backward of no unit behind the last reduction.
+    """
     spec = plan_spec("llama-3.1-8b", "h100", gpus=8)
     record = simulate(spec)
     moved_s = (2 * 8 + 3 * 4) * spec.model.parameters / 8 / (HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
     assert record.summary.profile.optimizer_s == pytest.approx(moved_s, rel=1e-3)
-    (slowed,) = [row for row in record.table("timeline") if row["name"] == "slowed by collectives"]
-    assert (slowed["lane"], slowed["phase"]) == ("compute", "backward") and slowed["end_ns"] - slowed["start_ns"] > 1e8
+    rows = record.table("timeline")
+    assert not [row for row in rows if row["name"] == "slowed by collectives"]
+    last = max(row["end_ns"] for row in rows if row["lane"] == "reduce_scatter")
+    assert not [row for row in rows if row["lane"] == "compute" and row["start_ns"] >= last and row["unit"]]
+
+
+SPREAD = (
+    dict(gpus=8),
+    dict(gpus=16, strategy="hybrid_shard", grad_accum=3),
+    dict(gpus=8, tensor_parallel=2, checkpointing="full"),
+    dict(gpus=8, strategy="no_shard"),
+    dict(gpus=4, gpu="4090", checkpointing="full", offload=True),
+    dict(gpus=1),
+)
+
+
+@pytest.mark.parametrize("choices", SPREAD, ids=str)
+def test_slowed_compute_is_spread_and_nothing_else_is_longer(choices):
+    """The step and its compute are longer by these seconds, which lie beside collectives; exposed time is as before."""
+    spec = plan_spec("llama-3.1-8b", **({"gpu": "h100"} | choices))
+    work = work_of(spec)
+    found = simulate_work(work)
+    (log,) = found.logs
+    alone = simulate_work(replace(work, slowed_s=0.0)).logs[0]
+    assert found.step_s == pytest.approx(alone.end + work.slowed_s, rel=1e-9)
+    assert found.step_s == pytest.approx(step_time(spec).step_s, rel=1e-3)
+    assert sum(span.end - span.start for span in log.computed) == pytest.approx(work.compute_s, rel=1e-9)
+    ours, before = account(log, 0), account(alone, 0)
+    computed = before.compute_only_ns + before.overlapped_ns + 1e9 * work.slowed_s
+    assert ours.compute_only_ns + ours.overlapped_ns == pytest.approx(computed, abs=2e4)
+    assert ours.exposed_ns == pytest.approx(before.exposed_ns, abs=2e4)
+    took = [each.ended - each.begun for each in log.collectives]
+    alone_took = [each.ended - each.begun for each in alone.collectives]
+    if work.slowed_s and "tensor_parallel" not in choices:  # whose collectives part the compute
+        assert took == pytest.approx(alone_took, rel=1e-6), "collectives take as long as before"
+    spans = [*log.computed, *log.waited]
+    assert all(span.end >= span.start for span in spans) and log.passed == sorted(log.passed)
+    ordered = sorted(log.computed, key=lambda span: span.start)
+    assert all(one.end <= other.start + 1e-9 for one, other in zip(ordered, ordered[1:])), "one kernel at a time"
+
+
+def test_ranks_with_paces_of_their_own_keep_slowed_compute_behind_their_passes():
+    found = simulate_work(work_of(plan_spec("llama-3.1-8b", "h100", gpus=8)), paces={3: 1.5})
+    assert all([span for span in log.computed if span.kind == "slowed by collectives"] for log in found.logs)
 
 
 def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tmp_path):

@@ -149,7 +149,7 @@ def test_a_report_advises_the_first_of_the_labs_changes_that_it_may_advise() -> 
     """Both are of one list, so that a change in it is in both."""
     choices = Choices(strategies=("full_shard",), card="none")
     (spec,) = LabState(FIXED, strategies=("full_shard",), card="none").request.specs
-    advised = {(each.setting, each.value): each.advice for each in edits(vars(choices)) if each.advice}
+    advised = {(each.setting, each.value): each.remedy.words for each in edits(vars(choices)) if each.remedy.words}
     rows = [row for row in what_if(choices, "full_shard", FIXED) if next(iter(row["choices"].items())) in advised]
     best = best_change(spec)
     assert advised[next(iter(rows[0]["choices"].items()))] == best.words

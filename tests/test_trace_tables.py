@@ -300,7 +300,7 @@ def linear(rank: GpuRank, at: float, rows: int, launched: float, start: float, e
         "Input Dims": [[32], [rows, 64], [64, 32], [], []],
         "Input type": ["float"] * 3 + ["Scalar"] * 2,
     }
-    return rank.kernel(launched, start, end, name="gemm")
+    return rank.kernel(launched, start, end, name="sgemm")
 
 
 @pytest.mark.quick
@@ -317,9 +317,10 @@ def test_a_kernel_has_the_shapes_of_the_operator_that_launched_it(tmp_path):
 @pytest.mark.quick
 def test_achieved_rates_beside_the_peak(tmp_path):
     """8 x 64 by 64 x 32 are 32,768 operations; in 20 us 1.64e9 a second. Their tensors are 10,368 bytes."""
+    peak = tables.DevicePeak({"fp32": 1e10, "bf16": 1e12}, 1e9, "a data sheet")
     rank = linear(GpuRank(world_size=1).step(1, 0, 100).range("FSDP::pre_forward (a)", 0, 1), 1, 8, 2, 10, 30)
     work = work_of(read_events(rank.write(tmp_path / "t.json"), shapes=True))
-    table = tables.achieved(work, tables.DevicePeak(1e10, 1e9, "a data sheet"))
+    table = tables.achieved(work, peak)
     (row,) = rows(table)
     assert (row["unit"], row["flops"], row["time_ns"]) == ("a", 2 * 8 * 64 * 32, 20_000)
     assert row["flops_per_s"] == pytest.approx(1.6384e9) and row["of_flops"] == pytest.approx(0.16384)
@@ -361,6 +362,69 @@ def test_operations_are_those_that_torch_counts(tmp_path):
     assert sum(row["flops"] or 0 for row in table.rows) == counted.get_total_flops() + attention
 
 
+def units_of(rank: GpuRank, times: dict[str, float]) -> GpuRank:
+    """A kernel of so many us in each unit, behind each other."""
+    at = 100.0
+    for number, (unit, lasts) in enumerate(times.items()):
+        host = 10 * number
+        rank.range(f"FSDP::pre_forward ({unit})", host, host + 1).kernel(host + 2, at, at + lasts)
+        rank.range(f"FSDP::post_forward ({unit})", host + 3, host + 4)
+        at += lasts
+    return rank
+
+
+@pytest.mark.quick
+def test_the_difference_of_two_traces_by_unit(tmp_path):
+    sides = ({"blocks.0": 100, "blocks.1": 50, "old": 7}, {"blocks.0": 105, "blocks.1": 90, "new": 7})
+    paths = [
+        units_of(GpuRank(world_size=1).step(1, 0, 90), each).write(tmp_path / f"{number}.json")
+        for number, each in enumerate(sides)
+    ]
+    table = tables.difference_by_module(*paths)
+    assert [(row["unit"], row["kind"], row["difference_ns"], row["state"]) for row in rows(table)] == [
+        ("blocks.1", "kernel", 40_000, "both"), ("old", "kernel", -7_000, "gone"), ("new", "kernel", 7_000, "new"),
+        ("blocks.0", "kernel", 5_000, "both"),
+    ]  # fmt: skip
+    assert table.sentence == "blocks.1 differs most: 40.0 µs a step more in its kernels, of 45.0 µs in all."
+    assert tables.difference_by_module(paths[0], paths[0]).sentence == "No module takes longer in one of the two."
+
+
+class Model(torch.nn.Module):
+    """Two layers in modules of their own; the second is as wide as it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        self.second = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.quick
+def test_the_difference_by_module_of_traces_without_units(tmp_path):
+    """The backward of a module is its own; the model around them is no module beside them."""
+    paths = []
+    for width in (64, 2048):
+        model, x = Model(width), torch.randn(256, 64)
+        model(x).sum().backward()
+        with torch.profiler.profile(record_shapes=True, with_stack=True) as profile:
+            for _ in range(2):
+                model(x).sum().backward()
+        paths.append(tmp_path / f"{width}.json")
+        profile.export_chrome_trace(str(paths[-1]))
+    found = {row["unit"]: row for row in rows(tables.difference_by_module(*paths))}
+    first, second = (next(row for name, row in found.items() if name == f"Sequential_{at}") for at in (0, 1))
+    assert second["difference_ns"] > 10 * abs(first["difference_ns"]) and second["state"] == "both"
+    work = work_of(read_events(paths[1], shapes=True))
+    of_products = {
+        module
+        for module, row in zip(work.modules, work.rows.tolist())
+        if work.found.names[int(work.found.name[row])] in ("aten::mm", "aten::addmm")
+    }
+    assert of_products == {"Sequential_0", "Sequential_1"}, "of forward and backward"
+
+
 def step_record(tmp_path: Path, computing: list[int], waiting: list[int]) -> RunRecord:
     """A record of one rank with a profiled step for each value, in us."""
     breakdown = [
@@ -399,6 +463,105 @@ def test_loading_data_is_a_row_of_its_own(tmp_path):
     assert loading["difference_ns"] == pytest.approx(3e6) and loading["beyond"] == "yes"
 
 
+# ---- the roofline: operators by shape, and copies
+
+
+def product(rank: GpuRank, at: float, start: float, end: float, dtype: str, kernel: str) -> GpuRank:
+    """A product of 64 x 64 by 64 x 64: 524,288 operations; in fp32 32,768 bytes, 16 operations a byte."""
+    given = {"Input Dims": [[64, 64], [64, 64]], "Input type": [dtype, dtype]}
+    return rank.operator("aten::mm", at, at + 5, **given).kernel(at + 1, start, end, name=kernel)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "number_format", "share"),
+    [
+        ("float", "ampere_sgemm_128x64_nn", "fp32", 0.524288),
+        ("float", "cutlass_80_tensorop_s1688gemm_tf32_128x128", "tf32", 0.0524288),
+        ("float", "nvjet_something", "fp32", None),  # its kernel does not tell in which format it multiplies
+        ("c10::BFloat16", "nvjet_tst_128x256", "bf16", 0.00524288),
+        ("c10::Float8_e4m3fn", "nvjet_qqtst", "fp8", None),  # no such peak is known
+    ],
+)
+def test_a_rate_is_set_beside_the_peak_of_its_number_format(tmp_path, dtype, kernel, number_format, share):
+    rank = product(GpuRank(world_size=1).step(1, 0, 100), 10, 50, 60, dtype, kernel)
+    work = work_of(read_events(rank.write(tmp_path / "t.json"), shapes=True))
+    peak = tables.DevicePeak({"fp32": 1e11, "tf32": 1e12, "bf16": 1e13}, 1e10)
+    (row,) = rows(tables.roofline(work, peak))
+    assert (row["name"], row["shapes"], row["format"]) == ("aten::mm", "64x64, 64x64", number_format)
+    assert row["flops_per_s"] == pytest.approx(524_288 / 10e-6)
+    assert row["of_flops"] == (None if share is None else pytest.approx(share))
+    (of_unit,) = rows(tables.achieved(work, peak))
+    assert of_unit["of_flops"] == row["of_flops"]
+
+
+@pytest.mark.quick
+def test_operators_by_shape_with_what_limits_them(tmp_path):
+    rank = product(GpuRank(world_size=1).step(1, 0, 400), 10, 50, 60, "float", "sgemm")
+    product(product(rank, 20, 60, 70, "float", "sgemm"), 30, 70, 90, "c10::BFloat16", "nvjet_tst")
+    given = {"Input Dims": [[1000, 1000]], "Input type": ["float"]}
+    rank.operator("aten::relu", 40, 45, **given).kernel(41, 100, 200, name="elementwise")
+    work = work_of(read_events(rank.write(tmp_path / "t.json"), shapes=True))
+    peak = tables.DevicePeak({"fp32": 1e11, "bf16": 1e13}, 1e11)  # 1 and 100 operations a byte
+    table = tables.roofline(work, peak)
+    relu, *products = rows(table)
+    assert (relu["name"], relu["time_ns"], relu["flops_per_s"]) == ("aten::relu", 100_000, None)
+    assert relu["bytes_per_s"] == pytest.approx(4e6 / 100e-6) and relu["bound"] == "memory"
+    by_format = {row["format"]: row for row in products}
+    assert by_format["fp32"]["count"] == 2 and by_format["fp32"]["time_ns"] == 20_000
+    assert by_format["fp32"]["intensity"] == pytest.approx(16) and by_format["fp32"]["bound"] == "computing"
+    assert by_format["bf16"]["intensity"] == pytest.approx(32) and by_format["bf16"]["bound"] == "memory"
+    assert sum(row["share"] for row in rows(table)) == pytest.approx(1)
+    assert table.sentence == (
+        "aten::relu of 1000x1000 in fp32 takes 71 % of the time of computing (100 µs a step), and is given 40.0 GB/s,"
+        " 40 % of the memory's rate."
+    )
+    assert cells(table)[1][6] == "52.4 GFLOP/s"
+    without = tables.roofline(work_of(read_events(tmp_path / "t.json")))
+    assert "record_shapes=True" in without.sentence
+
+
+@pytest.mark.quick
+def test_rates_are_in_tflops_where_they_are(tmp_path):
+    dims = [[4096, 4096], [4096, 4096]]
+    rank = GpuRank(world_size=1).step(1, 0, 100)
+    rank.operator("aten::mm", 10, 15, **{"Input Dims": dims, "Input type": ["c10::BFloat16"] * 2})
+    rank.kernel(11, 50, 250, name="nvjet_tst")
+    work = work_of(read_events(rank.write(tmp_path / "t.json"), shapes=True))
+    for table in (tables.achieved(work), tables.roofline(work)):
+        assert "687 TFLOP/s" in cells(table)[0], cells(table)
+
+
+@pytest.mark.quick
+def test_copies_by_direction_with_their_bandwidth(tmp_path):
+    rank = GpuRank(world_size=1).step(1, 0, 400).kernel(1, 10, 20)
+    rank.copy(30, 40, 140, name="Memcpy HtoD (Pageable -> Device)", bytes=400_000)
+    rank.copy(50, 140, 150, name="Memcpy HtoD (Pinned -> Device)", bytes=200_000)
+    rank.copy(60, 150, 160, name="Memcpy DtoD (Device -> Device)", bytes=10_000_000)
+    rank.copy(70, 160, 161, name="Memcpy DtoH (Device -> Pageable)")
+    table = tables.copies(work_of(read_events(rank.write(tmp_path / "t.json"))))
+    found = {(row["direction"], row["memory"]): row for row in rows(table)}
+    assert {key: row["bytes_per_s"] and round(row["bytes_per_s"]) for key, row in found.items()} == {
+        ("host to device", "pageable"): 4 * 10**9, ("host to device", "pinned"): 20 * 10**9,
+        ("inside the device", ""): 10**12, ("device to host", "pageable"): None,
+    }  # fmt: skip
+    assert table.sentence == "Most copying is host to device (pageable memory): 100 µs a step at 4.00 GB/s."
+    none = tables.copies(work_of(read_events(next(DATA.glob("traces/rank0*")))))
+    assert not none.rows and none.sentence == "Nothing was copied in the profiled steps."
+
+
+@pytest.mark.quick
+def test_tables_are_in_the_json(tmp_path, capsys):
+    path = a_step(GpuRank(world_size=1)).write(tmp_path / "rank0.json")
+    app(["report", str(path), "--tables", "--json", str(tmp_path / "out.json")], standalone_mode=False)
+    written = json.loads((tmp_path / "out.json").read_text())
+    (of_run,) = written["tables"].values()
+    assert of_run["copies"]["rows"][0]["direction"] == "host to device"
+    assert of_run["operators"]["sentence"].startswith("gemm takes 60%")
+    app(["report", str(path), "--json", str(tmp_path / "without.json")], standalone_mode=False)
+    assert "tables" not in json.loads((tmp_path / "without.json").read_text())
+
+
 # ---- all
 
 
@@ -422,7 +585,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     record = RunRecord.load(DATA)
     found = {table.name: table for table in tables.tables_of_record(record)}
-    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "achieved"]
+    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "achieved", "roofline"]
     assert all(rows(table) for table in found.values())
     (step,) = {row["step"] for row in record.table("breakdown")}
     assert found["critical_path"].title == f"Critical path of step {step}"
@@ -436,7 +599,7 @@ def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
 def test_a_record_of_gpu_traces_has_launches_too(tmp_path):
     paths = [a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json") for rank in (0, 1)]
     found = {table.name: rows(table) for table in tables.tables_of_record(record_of_traces(paths))}
-    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "launches"]
+    assert list(found) == ["critical_path", "idle", "bandwidth", "operators", "copies", "launches"]
     assert {row["stream"] for row in found["launches"]} == {"7", "20"}
 
 

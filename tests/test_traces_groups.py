@@ -13,6 +13,7 @@ import pytest
 
 from fsdplab.profiling.findings import findings
 from fsdplab.profiling.late_rank import arrivals_of
+from fsdplab.profiling.tables import Table, tables_of_record
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.traces.clocks import clocks_of
@@ -419,13 +420,59 @@ def test_two_devices_of_one_process_are_idle_half_of_the_time_each(tmp_path):
     assert any("one process drives several devices" in note for note in found.summary.traces.notes)
 
 
+def allocated(trace: GpuRank, at: float, device: int, held: int, reserved: int) -> None:
+    arguments = {"Device Type": 1, "Device Id": device}
+    arguments |= {"Total Allocated": held << 30, "Total Reserved": reserved << 30}
+    trace.events.append({"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "ts": at, "args": arguments})
+
+
+def test_devices_of_several_processes_are_told_apart(tmp_path):
+    """Two ranks drive two GPUs each; the second GPU of rank 1 reduces 300 us after that of rank 0, the first does not.
+
+    Each GPU has an all-reduce of its own a step, and memory of its own.
+    """
+    traces = []
+    for number in range(2):
+        trace = GpuRank(number, world_size=2)
+        for step in range(STEPS):
+            at, first, second = 10_000 * step, 2 * number, 2 * number + 1
+            trace.step(step, at, at + 9990)
+            on_device(trace, at + 5, at + 20, at + 2020, first)
+            reduced_on_device(trace, at + 6, at + 2020, at + 3020, first)
+            on_device(trace, at + 7, at + 20, at + 4020 + 300 * number, second)
+            reduced_on_device(trace, at + 8, at + 4020 + 300 * number, at + 5020, second)
+            for device, held in ((first, 3 + number), (second, 7 + number)):
+                allocated(trace, at + 100, device, held, held + 2)
+        traces.append(trace)
+    found = record(tmp_path, traces)
+    assert found.spec["world_size"] == 4
+    assert {row["rank"] for row in found.table("breakdown")} == {0, 1, 2, 3}
+    assert found.summary.peak_by_rank == tuple(held << 30 for held in (3, 7, 4, 8))
+    notes = found.summary.traces.notes
+    assert any("device D of rank R is shown as rank 2 x R + D" in note for note in notes)
+    assert any("8.59 GB were allocated at most, and 10.7 GB reserved" in note for note in notes)
+    waited: dict[int, set[int]] = {}
+    for row in found.table("collectives"):
+        waited.setdefault(row["rank"], set()).add(row["waiting_ns"])
+    assert waited == {0: {0}, 1: {300_000}, 2: {0}, 3: {0}}
+    (kernel,) = [row for row in tables_of(found)["operators"].rows if row["kind"] == "kernel"]
+    assert kernel["count"] == 1, "of one device"
+
+
+def tables_of(found: RunRecord) -> dict[str, Table]:
+    return {table.name: table for table in tables_of_record(found)}
+
+
+def reduced_on_device(trace: GpuRank, launched: float, start: float, end: float, device: int) -> None:
+    trace.nccl("all_reduce", launched, start, end, ranks=[0, 1])
+    trace.events[-1] |= {"pid": device, "args": trace.events[-1]["args"] | {"device": device}}
+
+
 def test_the_peak_is_of_the_steps_and_of_one_device_allocated_and_reserved(tmp_path):
     """9 GiB before the first step, 7 after the last one, and 3 of 4 that are reserved within."""
     trace = GpuRank(world_size=1).step(1, 100, 200).kernel(110, 120, 190)
-    for at, device, allocated, reserved in ((5, 0, 9, 9), (150, 0, 3, 4), (160, 0, 2, 4), (900, 0, 7, 7)):
-        arguments = {"Device Type": 1, "Device Id": device}
-        arguments |= {"Total Allocated": allocated << 30, "Total Reserved": reserved << 30}
-        trace.events.append({"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "ts": at, "args": arguments})
+    for at, held, reserved in ((5, 9, 9), (150, 3, 4), (160, 2, 4), (900, 7, 7)):
+        allocated(trace, at, 0, held, reserved)
     found = record(tmp_path, [trace])
     assert found.summary.peak_memory_bytes.total == 3 << 30
     assert any("3.22 GB were allocated at most, and 4.29 GB reserved" in note for note in found.summary.traces.notes)

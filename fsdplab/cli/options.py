@@ -93,6 +93,20 @@ def _other_than(none: str, name: str) -> Callable[[str], bool]:
     return read
 
 
+def _size_of(flag: str) -> Callable[[str | None], int | None]:
+    """Return a reader of a size in bytes that may be left out: `--host-memory 512GB`."""
+
+    def read(given: str | None) -> int | None:
+        if given is None:
+            return None
+        try:
+            return parse_size(given)
+        except ValueError:
+            refuse(f"{flag} is {given[:30]!r}; expected a size such as 512GB, 1.5TB or 256GiB")
+
+    return read
+
+
 RUN = _flags_of(RunSpec, {"world_size": ("--world-size", "-n"), "as_model": ("--as",)})
 _PLAN = _flags_of(
     PlanSpec,
@@ -119,6 +133,8 @@ PLAN = {
         read=_other_than("none", "offload"),
     ),
     "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
+    "host_memory": replace(_PLAN["host_memory"], type=str | None, read=_size_of("--host-memory")),
+    "storage": replace(_PLAN["storage"], type=str | None, read=_size_of("--storage")),
 }
 
 OUTPUTS = _flags_of(Outputs)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdplab.cli import answer as shown
 from fsdplab.cli.answer import Line, Part
@@ -50,8 +52,12 @@ def report_records(
     if tables:
         # they take long to make, and the page shows them too
         made = {id(record): tables_of_record(record, peak_of(record)) for record in runs}
-        more = [*_of_traces(runs, [*made.values()])]
+        by_label = dict(_of_traces(runs, [*made.values()]))
+        more: list[Part] = []
+        for name, of_run in by_label.items():
+            more += _shown(name, of_run)
         answer = answer_of_runs(runs, reference, outputs, more, tables_of=lambda record: made[id(record)])
+        answer = replace(answer, data={**answer.data, "tables": _plain(by_label)})
     else:
         answer = answer_of_runs(runs, reference, outputs)
     outputs.give(answer)
@@ -69,13 +75,12 @@ def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs:
     outputs.give(answer_of_snapshots(snapshots))
 
 
-def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[Part]:
-    """Yield the tables of each record's traces, then those of each other record beside the first."""
+def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[tuple[str, Sequence[Table]]]:
+    """Yield the tables of each record's traces by its label, then those of each other record beside the first."""
     labels = [run.label for run in views(records)]
-    for label, tables in zip(labels, made):
-        yield from _shown(label, tables)
+    yield from zip(labels, made)
     for label, record in zip(labels[1:], records[1:]):
-        yield from _shown(f"{label} beside {labels[0]}", tables_of_pair(records[0], record))
+        yield f"{label} beside {labels[0]}", tables_of_pair(records[0], record)
 
 
 def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
@@ -88,6 +93,17 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
             yield shown.Table(headings, cells(table), words, folds=headings)
         for note in filter(None, (left_out(table), *table.notes)):
             yield Line(note, mood="dim")
+
+
+def _plain(tables_of: Mapping[str, Sequence[Table]]) -> dict[str, Any]:
+    """All rows of the tables as JSON: `{"run": {"operators": {"sentence": ..., "rows": [...], "notes": [...]}}}`."""
+    return {name: {table.name: _plain_table(table) for table in found} for name, found in tables_of.items()}
+
+
+def _plain_table(table: Table) -> dict[str, Any]:
+    keys = [column.key for column in table.columns]
+    rows = [{key: row[key] for key in keys} for row in table.rows]
+    return {"sentence": table.sentence, "rows": rows, "notes": table.notes}
 
 
 def _print_progress(done: int, of: int, path: Path) -> None:

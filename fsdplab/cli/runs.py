@@ -12,7 +12,7 @@ from fsdplab.common.errors import RunError
 from fsdplab.common.words import plural
 from fsdplab.figures.conclusion import clock_words, conclusion, costliest, findings_by_run, step_sources
 from fsdplab.figures.fastest import core_words, step_words
-from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
+from fsdplab.figures.table import EVERY_COLUMN, SPLIT, brief, cells, column, legend
 from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
 from fsdplab.profiling.diagnosis import diagnosis
 from fsdplab.profiling.findings import profiling_cost
@@ -85,12 +85,12 @@ def board(shown: Sequence[RunView]) -> Table:
 
 def _table(shown: Sequence[RunView], columns: Sequence[str]) -> Table:
     rows = [(run.label, *cells(run, columns)) for run in shown]
-    headings = ("run", *columns)
-    folds: Sequence[str] = headings
-    if len(headings) <= _MOST_WHOLE:
-        folds = ("run", "peak", *WRAPPED)
-    words = [name for name in headings if name not in NUMBERS]
-    return Table(headings, rows, words, folds, ruled=True)
+    names = ("run", *columns)
+    flush_left = [name for name in names if not column(name).flush_right]
+    folds = [name for name in names if name in ("run", "peak") or column(name).wraps]
+    if len(names) > _MOST_WHOLE:
+        folds = [*names]
+    return Table(names, rows, flush_left, folds, ruled=True)
 
 
 def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:

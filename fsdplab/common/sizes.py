@@ -26,6 +26,18 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B"
 
 
+def flops(value: float) -> str:
+    """Floating-point operations as text, three digits: `flops(1.66e13) == "16.6 TFLOP"`."""
+    if value >= 0.9995e12:
+        return f"{three_digits(value / 1e12)} TFLOP"
+    return f"{three_digits(value / 1e9)} GFLOP"
+
+
+def flops_per_s(value: float) -> str:
+    """A rate of them: `flops_per_s(1.66e13) == "16.6 TFLOP/s"`."""
+    return f"{flops(value)}/s"
+
+
 def parse_size(text: str) -> int:
     """Whole bytes of `300MB`, `1.5 GB`, `2GiB` or a plain number, in upper or lower case; ValueError for anything else.
 

@@ -34,9 +34,9 @@ def did_you_mean(got: object, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
-def plural(count: int, noun: str) -> str:
-    """`plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: int, noun: str, several: str = "") -> str:
+    """`plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`; `several` is an unusual plural."""
+    return f"{count} {noun}" if count == 1 else f"{count} {several or noun + 's'}"
 
 
 def harmless(text: str) -> str:

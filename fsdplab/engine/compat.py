@@ -54,14 +54,22 @@ except ImportError:  # before torch 2.13
             return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
-def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """`all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+def all_gather_single(
+    output: torch.Tensor,  # [ranks * elements], written in place
+    source: torch.Tensor,  # [elements]
+    **options: Any,
+) -> Any:
+    """Call `all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, source, **options)
 
 
-def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
-    """`reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+def reduce_scatter_single(
+    output: torch.Tensor,  # [elements], written in place
+    source: torch.Tensor,  # [ranks * elements], a part for each rank
+    **options: Any,
+) -> Any:
+    """Call `reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output, source, **options)
 
@@ -76,8 +84,12 @@ def collectives_are_replaced() -> bool:
 
 
 _COLLECTIVES = (
-    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce",
-)  # fmt: skip
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+)
 
 
 def inside_backward() -> bool:
@@ -98,12 +110,12 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def groups_alive() -> Container[dist.ProcessGroup]:
-    """The groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
+    """Return the groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
     return dist.distributed_c10d._world.pg_map
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves `device` in `group`; that of the group itself where Python implements it."""
+    """Return the name of the backend that serves `device` in `group`; the group's own where Python implements it."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:  # "No backend type associated with device type cpu"
@@ -111,18 +123,20 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def device_for(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """`wanted` where `group` has a backend for it, else a device that it has one for: NCCL's have none for the host."""
-    kinds = [each.type for each in group._device_types]
-    return wanted if wanted.type in kinds or not kinds else torch.device(kinds[0])
+    """Return `wanted` where `group` has a backend for it, else a device that it has one for: NCCL serves no host."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or wanted.type in kinds:
+        return wanted
+    return torch.device(kinds[0])
 
 
 def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
-    """The time-out that `group` was made with."""
+    """Return the time-out that `group` was made with."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which makes real tensors also within a `FakeTensorMode`: a mesh holds the numbers of its ranks."""
+    """Have `function` make real tensors also within a `FakeTensorMode`: a mesh holds the numbers of its ranks."""
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -134,22 +148,22 @@ def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @with_real_tensors
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
+    """Return the mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
 
 
 def shard_beside(dim: int, others: int) -> Shard:
-    """The cut along `dim` of what `others` ranks have cut along it already."""
+    """Return the cut along `dim` of what `others` ranks have cut along it already."""
     return _StridedShard(dim, split_factor=others) if others > 1 else Shard(dim)
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `torch.compile` runs as it is, with all that it calls, instead of tracing it."""
+    """Have `torch.compile` run `function` as it is, with all that it calls, instead of tracing it."""
     return torch._disable_dynamo(function)
 
 
 def frame_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `torch.compile` runs as it is; what it calls is compiled, as from `nn.Module.__call__`. It must
+    """Have `torch.compile` run `function` as it is; what it calls is compiled, as from `nn.Module.__call__`. It must
     not carry the attributes of a compiled function (`wraps(..., updated=())`): they name what to compile instead of it.
     """
     return torch._dynamo.decorators.skip(function)
@@ -166,8 +180,8 @@ def is_transformed() -> bool:
 
 
 def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which sees and makes plain tensors also where `torch.func` transforms (jvp, vmap) what calls it, or
-    in inference mode: what it makes is kept, and nobody may write to an inference tensor later, or train with it.
+    """Have `function` see and make plain tensors also where `torch.func` transforms (jvp, vmap) what calls it, or in
+    inference mode: what it makes is kept, and nobody may write to an inference tensor later, or train with it.
     """
 
     @wraps(function)
@@ -183,43 +197,64 @@ def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty `__init__`."""
+def dtensor_of(
+    local: torch.Tensor,  # any shape: what this rank holds
+    spec: DTensorSpec,  # of the whole: its mesh, placements and shape
+) -> DTensor:
+    """Return a DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty
+    `__init__`.
+    """
     return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself, or the local tensor of a DTensor."""
+def local_of(
+    tensor: torch.Tensor,  # any shape
+) -> torch.Tensor:
+    """Return `tensor` itself, or the local tensor of a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
+def is_fake(
+    tensor: torch.Tensor,  # any shape
+) -> bool:
     """Whether `tensor` has a shape and a dtype but no values (`FakeTensorMode`)."""
     return isinstance(tensor, FakeTensor)
 
 
-def keep_gradient_dtype(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`target`, whose gradients have the dtype that was set for those of `source`, if any (`Tensor.grad_dtype`)."""
+def keep_gradient_dtype(
+    source: torch.Tensor,  # any shape
+    target: torch.Tensor,  # any shape
+) -> torch.Tensor:
+    """Give the gradients of `target` the dtype that was set for those of `source` (`Tensor.grad_dtype`), if any was;
+    return `target`.
+    """
     if _has_gradient_dtype(source) and not _has_gradient_dtype(target):
         target.grad_dtype = source.grad_dtype
     return target
 
 
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
+def gradient_dtype(
+    parameter: torch.Tensor,  # any shape
+) -> torch.dtype | None:
+    """Return the dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
     if not hasattr(torch.Tensor, "grad_dtype") or not getattr(parameter, "_has_grad_dtype_override", True):
         return parameter.dtype
     return parameter.grad_dtype
 
 
-def _has_gradient_dtype(parameter: torch.Tensor) -> bool:
-    """Before torch 2.15 nothing tells that the parameter's own dtype was set."""
+def _has_gradient_dtype(
+    parameter: torch.Tensor,  # any shape
+) -> bool:
+    """Whether a dtype was set for the gradients; before torch 2.15 nothing tells that the parameter's own was set."""
     if not hasattr(parameter, "grad_dtype"):
         return False
     return getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype is not parameter.dtype)
 
 
-def move_data(parameter: torch.Tensor, device: torch.device) -> None:
+def move_data(
+    parameter: torch.Tensor,  # any shape, changed in place
+    device: torch.device,
+) -> None:
     """Move what `parameter` holds to `device`, keeping the object."""
     parameter.data = parameter.data.to(device)
     if is_fake(parameter):  # it says itself where it is
@@ -227,7 +262,7 @@ def move_data(parameter: torch.Tensor, device: torch.device) -> None:
 
 
 def device_of(kind: str) -> torch.device:
-    """The current device of a kind; where the machine has none, the one that fake tensors of that kind are on."""
+    """Return the current device of a kind; where the machine has none, the one that fake tensors of the kind are on."""
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(kind, torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -238,8 +273,10 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "cpu" and torch.cuda.is_available()
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
+def address_of(
+    tensor: torch.Tensor,  # any shape
+) -> int:
+    """Return where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
     if is_fake(tensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return tensor.data_ptr()
@@ -253,12 +290,16 @@ def forget_casts() -> None:
         torch.clear_autocast_cache()
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """What tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
+def storage_id(
+    tensor: torch.Tensor,  # any shape
+) -> int:
+    """Return what tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
     return tensor.untyped_storage()._cdata
 
 
-def is_held_once(parameter: torch.Tensor) -> bool:
+def is_held_once(
+    parameter: torch.Tensor,  # any shape, plain or a DTensor
+) -> bool:
     """Whether the memory of `parameter` is held by it alone: by no other tensor, array or state dict. What is held by a
     DTensor is its local tensor, of which no variable may know either.
     """
@@ -275,7 +316,7 @@ def is_held_once(parameter: torch.Tensor) -> bool:
 
 @cache
 def _references_to_a_base() -> int:
-    """What Python counts for the base of a view that one variable holds: versions of torch differ."""
+    """Return what Python counts for the base of a view that one variable holds: versions of torch differ."""
     view = torch.zeros(1).view(1)
     base = view._base
     return sys.getrefcount(base)
@@ -284,16 +325,25 @@ def _references_to_a_base() -> int:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
+def differ(
+    one: torch.Tensor,  # any shape
+    other: torch.Tensor,  # of the shape, dtype and device of `one`
+) -> bool | torch.Tensor:
     """Whether two tensors of one shape and dtype differ in a bit (NaNs may be equal); a tensor on other devices than
     the CPU, which the host then need not wait for.
     """
-    if (word := _WORDS.get(one.itemsize)) is not None:
+    word = _WORDS.get(one.itemsize)
+    if word is not None:
         one, other = one.view(word), other.view(word)
-    return not torch.equal(one, other) if one.is_cpu else torch.ne(one, other).any()
+    if one.is_cpu:
+        return not torch.equal(one, other)
+    return torch.ne(one, other).any()
 
 
-def all_reduce_unseen(flags: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_reduce_unseen(
+    flags: torch.Tensor,  # any shape, reduced in place
+    group: dist.ProcessGroup,
+) -> None:
     """Leave the largest values of all ranks in `flags`, by the backend itself: a trace of `group` shows collectives of
     parameters and gradients only.
     """
@@ -306,8 +356,10 @@ def all_reduce_unseen(flags: torch.Tensor, group: dist.ProcessGroup) -> None:
     backend.allreduce([flags], options).wait()
 
 
-def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The memory of `view` as the whole of a storage; it keeps that of `view` alive.
+def own_storage(
+    view: torch.Tensor,  # any shape
+) -> torch.Tensor:
+    """Return the memory of `view` as the whole of a storage; it keeps that of `view` alive.
 
     What copies, saves or pickles a DTensor asks its local tensor for its storage, and takes an offset in it for a
     pointer.
@@ -321,7 +373,7 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """A process group that moves nothing: it lets an algorithm show the collective that it implements."""
+    """Make a process group that moves nothing: it lets an algorithm show the collective that it implements."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(dist.HashStore(), rank, ranks)
     group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, ranks))
@@ -339,5 +391,5 @@ def register_state(module: nn.Module, state: Any) -> None:
 
 
 def registered_state(module: nn.Module) -> Any:
-    """What `register_state` was given for `module`; None for a module that is no unit."""
+    """Return what `register_state` was given for `module`; None for a module that is no unit."""
     return module.__dict__.get(STATE_KEY, {}).get(torch_fully_shard.__wrapped__)

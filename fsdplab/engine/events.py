@@ -98,7 +98,11 @@ def flush() -> None:
         _deferred.pop(0)()
 
 
-def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
+def tag(
+    category: str,
+    tensor: torch.Tensor,  # any shape: its storage is what counts
+    unit: str,
+) -> None:
     """Announce the category of the storage under `tensor`; storages that are empty, meta or fake are not."""
     if not _subscribers:
         return
@@ -108,7 +112,7 @@ def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
 
 
 def span(label: str, unit: str = "") -> torch.profiler.record_function:
-    """A profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
+    """Open a profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
     kind = _WatchedSpan if _edge_watchers else torch.profiler.record_function
     return kind(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
 
@@ -139,6 +143,6 @@ counters: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def counts_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which replaces a collective of torch's and looks at no buffer, so that none is made for it."""
+    """Mark `function`, which replaces a collective of torch's and looks at no buffer, so that none is made for it."""
     counters.add(function)
     return function

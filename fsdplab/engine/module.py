@@ -147,7 +147,10 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+        self,
+        hook: Callable[[torch.Tensor], None],  # is given [shard elements]
+        *,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Call `hook` with the reduced shard of this unit before the optimizer's gradients are made from it."""
         unit = self._only_unit("set_all_reduce_hook")
@@ -238,7 +241,7 @@ class FSDPModule(TorchFSDPModule):
             unit.memory.keep_storage = keep
 
     def _only_unit(self, method: str) -> Unit:
-        """The unit of this module; a `ValueError` where its parameters are cut over several meshes."""
+        """Return the unit of this module; a `ValueError` where its parameters are cut over several meshes."""
         if self._unit_hooks.beside:
             raise ValueError(
                 f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn)."
@@ -253,7 +256,7 @@ class FSDPModule(TorchFSDPModule):
             param.zero_gradient(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As those of any module: while a unit is unsharded, its unsharded parameters."""
+        """Yield what any module does: while a unit is unsharded, its unsharded parameters."""
         yield from super(TorchFSDPModule, self).named_parameters(*args, **kwargs)
         if not torch.compiler.is_compiling():  # read to the end, as by a list
             note_taken(units_under(self, recurse=True))
@@ -261,12 +264,14 @@ class FSDPModule(TorchFSDPModule):
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> torch_interop.State | None:
+        """Return the state that torch's pipelining and other libraries ask for."""
         return compat.registered_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Apply a function (`to`, `to_empty`) to the shards, and take over what it puts in their place."""
         for unit in units_under(self, recurse=True):
             unit.reshard_by_hand()
         with watching_meta_buffers(self, below(self)):
@@ -318,7 +323,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """`FSDP<Name>`; its `forward`, called directly, runs the hooks that `__call__` runs."""
+    """Return `FSDP<Name>`, a subclass; its `forward`, called directly, runs the hooks that `__call__` runs."""
     if cls not in _classes:
         body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
         if cls.forward is not nn.Module.forward:
@@ -328,7 +333,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
-    """The `forward` that `cls` has when it is called: libraries with faster kernels replace it, before or after."""
+    """Return the `forward` that `cls` has when it is called: libraries may replace it, before or after this."""
 
     @compat.frame_not_compiled
     @wraps(cls.forward, updated=())
@@ -342,16 +347,17 @@ def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 
 @compat.not_compiled
 def _is_gathered(module: nn.Module) -> bool:
+    """Whether the parameters of `module` are unsharded."""
     return all(unit.state is UNSHARDED for unit in units_under(module, recurse=False) if unit.memory.params)
 
 
 def bound(module: nn.Module) -> Runtime:
-    """The runtime of `module`, which becomes the root if it has none."""
+    """Return the runtime of `module`, which becomes the root if it has none."""
     return module._unit_hooks.runtime or bind_root(module)
 
 
 def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is below it, down to where another unit begins, each with the prefix of its names."""
+    """Yield `module` and what is below it, down to where another unit begins, each with the prefix of its names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and hooks_of(child) is None:
@@ -359,6 +365,7 @@ def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
+    """Return references to the units of `modules`; raise `ValueError` for a module that is no unit."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: fully_shard it first")

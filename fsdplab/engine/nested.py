@@ -24,7 +24,10 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(part)
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    tree: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],  # is given tensors of any shape
+) -> Any:
     """Return `tree` with `function` of every tensor in its place.
 
     A container whose tensors all stay is returned itself: a module may write to a list that it was given.
@@ -36,7 +39,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
         return function(tree)
     parts, rebuild = _opened(tree)
     mapped = [map_tensors(part, function) for part in parts]
-    if all(new is old for new, old in zip(mapped, parts)):
+    if all(new is old for new, old in zip(mapped, parts)):  # a leaf, which has no parts, too
         return tree
     return rebuild(mapped)
 
@@ -44,11 +47,12 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the parts of `tree`, and a function that makes one like it of other parts; a leaf has no parts."""
     kind = type(tree)
+
     # The usual kinds, without asking pytree.
     if kind is tuple or kind is list:
         return list(tree), kind
     if kind is dict:
-        return list(tree.values()), lambda new: dict(zip(tree, new))
+        return list(tree.values()), lambda new: dict(zip(tree, new))  # the keys in their order
 
     # One level of what is registered with pytree, which returns a leaf as its own only child.
     children, shape = tree_flatten(tree, is_leaf=lambda part: part is not tree)
@@ -79,7 +83,9 @@ def _changed(tree: Any, items: Iterable[tuple[Any, Any]], put: Callable[[Any, An
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Return `tree` with its floating-point tensors in `dtype`."""
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def cast(
+        tensor: torch.Tensor,  # any shape
+    ) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(tree, cast)

@@ -74,15 +74,22 @@ def fully_shard(
             f" got {axes.mesh}"
         )
     after = partial(_after_forward, reshard_after_forward)
-    keeps = after(axes) is False
-    row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if keeps else "full_shard"]
-    config_of = partial(_config, row, policy=mp_policy, offload=offload_policy, wanted=transport)
+    name = "full_shard"
+    if not axes.shards:
+        name = "no_shard"
+    elif after(axes) is False:
+        name = "shard_grad_op"
+    config_of = partial(_config, STRATEGIES[name], policy=mp_policy, offload=offload_policy, wanted=transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    for unit in _make_units(modules, config_of(axes), after, ignored_params or (), shard_placement_fn, config_of):
-        if (ranks := unit.reshard_after_forward) not in (True, False, None):
-            near = smaller_mesh(unit.memory.config.axes.mesh, ranks)
-            over_few = transport_of(near.get_group(1), unit.memory.config.device, transport)
-            unit.memory.fewer_ranks = ShardsOverFewerRanks(unit.memory.params, near, over_few)
+    units = _make_units(modules, config_of(axes), after, ignored_params or (), shard_placement_fn, config_of)
+    for unit in units:
+        ranks = unit.reshard_after_forward
+        if ranks in (True, False, None):
+            continue
+        # Resharded to `ranks` neighbours: the last dimension of this mesh, over which the backward gathers.
+        near = smaller_mesh(unit.memory.config.axes.mesh, ranks)
+        over_few = transport_of(near.get_group(1), unit.memory.config.device, transport)
+        unit.memory.fewer_ranks = ShardsOverFewerRanks(unit.memory.params, near, over_few)
     return module
 
 
@@ -118,6 +125,7 @@ def shard_model(
     recompute = recompute_of(checkpoint)
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
+    # Blocks before what holds them, as with `fully_shard`: a unit owns what no unit below it holds.
     for module in [*reversed(select_units(model, units)), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
@@ -127,11 +135,12 @@ def shard_model(
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of a sharded model in the order of the module tree, the root first."""
+    """Return the units of a sharded model in the order of the module tree, the root first."""
     return list(bound(model).units.values())
 
 
 def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
+    """Return what a unit does after its forward, once `wanted` was checked: 1 rank keeps it, all ranks reshard it."""
     if wanted is None or isinstance(wanted, bool):
         return wanted
     if not isinstance(wanted, int):
@@ -151,16 +160,25 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
 
 
 def select_units(model: nn.Module, units: Units) -> list[nn.Module]:
+    """Return the modules that `units` names, without the root; raise `ValueError` where there is none."""
     if units == "root":
         return []
     if units == "auto":
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return [block for blocks in lists for block in blocks]
+        blocks: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                blocks.extend(module)
+        return blocks
     if isinstance(units, str):
         raise ValueError(f"units is {units!r}; expected auto, root, module classes or a predicate on (name, module)")
     classes = () if callable(units) else tuple(units)
-    chosen = units if callable(units) else lambda _, module: isinstance(module, classes)
-    selected = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
+    selected = []
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        is_selected = units(name, module) if callable(units) else isinstance(module, classes)
+        if is_selected:
+            selected.append(module)
     if not selected:
         raise ValueError(f"units={units!r} matches no submodule of {type(model).__name__}; name its block classes")
     return selected
@@ -183,6 +201,7 @@ def _make_units(
     mark_ignored(ignored)
     for module in modules:
         _check(module)
+
     # Which parameters it has, and over which mesh each of them is cut.
     owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
     warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
@@ -194,7 +213,7 @@ def _make_units(
         if axes not in configs and config_of is not None:
             configs[axes], params_over[axes] = config_of(axes), []
         params_over[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
-    if len(params_over) > 1 and not params_over[config.axes]:
+    if len(params_over) > 1 and not params_over[config.axes]:  # all of them are cut over other meshes
         del params_over[config.axes]
 
     # Cut them, and bind the units to the modules.
@@ -208,7 +227,7 @@ def _make_units(
     units = [Unit(memory, after(memory.config.axes), ReduceOptions(memory.config.divide)) for memory in memories]
     watch_units(units)
     for original in owned:
-        original._owned_by_unit = True
+        original._owned_by_unit = True  # so that another unit refuses it
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
     torch_interop.State(modules, UnitHooks(modules, units[0], beside))
     for module in modules:
@@ -225,6 +244,7 @@ def _check_first(root: nn.Module, runtime: Runtime) -> None:
 
 
 def _check(module: nn.Module) -> None:
+    """Raise for a module that is a unit already, or that no forward would gather."""
     if hooks_of(module) is not None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. fully_shard has already"
@@ -238,6 +258,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _check_shape(name: str, original: nn.Parameter) -> None:
+    """Raise for a parameter of a lazy module that has no shape yet."""
     if is_lazy(original):
         raise RuntimeError(
             f"parameter {name!r} has no shape yet, as those of lazy modules have none before their first forward; run"
@@ -260,12 +281,15 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     transports: list[Transport | None] = []  # by the dimensions of the mesh; none among one rank
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        transports.append(transport_of(group, device, wanted) if group.size() > 1 else None)
+        over_dim = None
+        if group.size() > 1:
+            over_dim = transport_of(group, device, wanted)
+        transports.append(over_dim)
     *replicas, over_shards = transports
     storage = storage_of(offload, device, row)
     if over_shards is not None and type(offload) is OffloadPolicy:
         storage = over_shards.storage(device)
-    if not row.shard_optimizer:
+    if not row.shard_optimizer:  # nothing is cut: the one dimension of the mesh replicates
         return UnitConfig(row, policy, axes, device, storage, 0, None, over_shards)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     over_replicas = replicas[0] if replicas else None
@@ -276,6 +300,7 @@ def owned_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn
     """Return the parameters of `modules` that no unit below holds -> their first name and the places that show them."""
     owned: dict[nn.Parameter, tuple[str, Sites]] = {}
     for number, module in enumerate(modules):
+        # Of one module "weight"; of two that form a unit together "0.weight" and "1.weight".
         number_prefix = f"{number}." if len(modules) > 1 else ""
         for prefix, part in below(module, number_prefix):
             for attribute, parameter in part._parameters.items():
@@ -289,6 +314,7 @@ def owned_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn
 def _sharded_param(
     name: str, sites: Sites, original: nn.Parameter, config: UnitConfig, dim: int | None
 ) -> ShardedParam:
+    """Return `original` as a parameter of a unit, on its device and not cut yet; raise where it may not be one."""
     if getattr(original, "_owned_by_unit", False):
         raise ValueError(
             f"Parameter '{name}' is shared with a parameter already managed by another FSDP group. For shared/tied"
@@ -333,6 +359,7 @@ def _placed(
 
 
 def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
+    """Return the dimension that `wanted` names, 0 for None and counted from the front; raise where there is none."""
     local = local_part(original)
     if local.ndim == 0:
         raise ValueError(
@@ -355,6 +382,7 @@ def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move the buffers of a unit's modules to the device that computes; those on meta have nothing to move."""
     for module in modules:
         for _, part in below(module):
             for name, buffer in part._buffers.items():
@@ -364,6 +392,7 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 @compat.with_real_tensors
 def _default_mesh() -> DeviceMesh:
+    """Return a mesh of all ranks in one dimension; under torchrun the process group is made here."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RuntimeError(

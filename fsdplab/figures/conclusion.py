@@ -19,7 +19,7 @@ from fsdplab.figures.view import CATEGORY_NAMES, RunView, emulated_links, views
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.records import RunRecord, known, race
 from fsdplab.records.summary import Change
-from fsdplab.sessions.changes import LEAST_GAIN, gains
+from fsdplab.sessions.changes import LEAST_GAIN, gains, in_order
 from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of
 
 _RESHARDING = strategies_that(lambda row: row.reshards_after_forward)
@@ -299,27 +299,35 @@ _SETTINGS_OF = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do about a finding of one of several runs: `gain` in tokens a second on the steady card, None where that
-    cannot show it; then the remedy is the finding's own.
+    """What to do about a finding of one of several runs: a `change` that gains tokens a second on the steady card, else
+    the finding's own remedy.
     """
 
     label: str
     finding: Finding
-    gain: float | None = None
-    remedy: str = ""
+    remedy: str
+    change: Change = Change()
+
+    @property
+    def gain(self) -> float | None:
+        """The part by which tokens a second rise; None where the steady card cannot show it."""
+        return self.change.gain
 
 
 def costliest(records: Sequence[RunRecord], most: int = 3) -> list[Advice]:
     """Findings over all runs, each of another kind and another run: first those against which a change of the run gains
-    on the steady card, by what it gains; then by their cost.
+    on the steady card, by what it gains and costs; then by the seconds of the finding.
     """
-    found: list[Advice] = []
+    every: list[Advice] = []
     by_label = {run.label: record for run, record in zip(views(records), records)}
-    for label, own in findings_by_run(records):
+    for label, of_run in findings_by_run(records):
         changes = _gains(by_label[label])
-        found += [_advice(label, finding, changes) for finding in own if finding.seconds]
+        every += [_advice(label, finding, changes) for finding in of_run if finding.seconds]
+    by_cost = sorted(every, key=lambda advice: -advice.finding.seconds)
+    ordered = in_order({advice.change for advice in every if advice.gain})
+    places = {change: place for place, change in enumerate(ordered)}
     chosen: list[Advice] = []
-    for advice in sorted(found, key=lambda each: (-(each.gain or 0.0), -each.finding.seconds)):
+    for advice in sorted(by_cost, key=lambda advice: places.get(advice.change, len(places))):
         if all(advice.label != taken.label and advice.finding.kind != taken.finding.kind for taken in chosen):
             chosen.append(advice)
     return chosen[:most]
@@ -332,10 +340,11 @@ def _gains(record: RunRecord) -> Mapping[str, Change]:
 
 
 def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advice:
-    """The change that gains most against the cause of a finding, if any does; else its own remedy."""
-    own = [changes[name] for name in _SETTINGS_OF.get(finding.kind, ()) if name in changes]
-    best = max(own, key=lambda change: change.gain or 0.0, default=Change())
-    if (best.gain or 0.0) < LEAST_GAIN:
-        return Advice(label, finding, remedy=finding.remedy)
+    """The best change against the cause of a finding, if any gains; else its own remedy."""
+    known_changes = [changes[name] for name in _SETTINGS_OF.get(finding.kind, ()) if name in changes]
+    worth = [change for change in known_changes if (change.gain or 0.0) >= LEAST_GAIN]
+    if not worth:
+        return Advice(label, finding, finding.remedy)
+    best = in_order(worth)[0]
     words = f"{best.words[0].upper()}{best.words[1:]}: {percent(known(best.gain))} more tokens/s on the steady card."
-    return Advice(label, finding, best.gain, words)
+    return Advice(label, finding, words, best)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import percent, seconds, size, three_digits
@@ -14,35 +15,28 @@ from fsdplab.records.summary import Profile
 _NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
 _GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
 SPLIT = f"= {' + '.join([*_GROUPS, 'rest'])}"
-STEADY = ("step, simulated", "hidden, simulated")  # columns of the steady card's clock
-NUMBERS = ("step, simulated", "hidden, simulated", "tokens/s", "sent", "loss")  # set flush right where there is room
-WRAPPED = (SPLIT, "formula")  # columns whose text may take a second line
-SHORT = ("step, measured", "predicted", "peak")  # those whose text may break at every blank
 OVER = "over the card"
 _LONGER = 0.1  # of a timed step: exposed time of profiled steps that are longer by more is shown with their length
-_MEANINGS = {
-    "step, simulated": "on the steady card, the same on every machine",
-    "hidden, simulated": "the part of its communication that is under computing",
-    "step, measured": "median, ± half the range of the middle half of the steps (of 4 or more)",
-    "peak": "memory of the worst rank",
-    SPLIT: (
-        "the peak, in MB, as parameters (sharded and unsharded) + gradients (sharded and unsharded) + optimizer state +"
-        " activations + rest (communication buffers, other)"
-    ),
-    "predicted": "computed before the run, (1.00) is predicted / measured",
-    "sent": "by one rank in one step",
-    "formula": "what the strategy must send",
-    "exposed": (
-        "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
-        " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
-        " tenth or more also its length"
-    ),
-    "hidden": "the part of communication under computing in profiled steps",
-    "loss": "of the last step",
-    "losses": "whether they agree with the unsharded twin's, one process that replays every rank's batches",
-    "optimizer": "its step in profiled steps, and the part of it that exchanges matrices",
-}
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name, the text of a run's cell, what the name does not say itself, and how the text is set.
+
+    `flush_right`: a number, where there is room. `wraps`: its text may take a second line; `breaks`: also at every
+    blank. `in_brief`: it is among the few that matter most, "always", or only in a table whose runs have ("steady") or
+    lack ("measured") the steady card's clock. `on_pages`: False where a page shows it as a figure.
+    """
+
+    name: str
+    cell: Callable[[RunView], str]
+    meaning: str = ""
+    flush_right: bool = False
+    wraps: bool = False
+    breaks: bool = False
+    in_brief: str = ""
+    on_pages: bool = True
 
 
 def step_of(run: RunView) -> str:
@@ -143,34 +137,97 @@ def peak_of(run: RunView) -> str:
     return f"{size(run.peak)}, {OVER}" if run.peak and run.over_card else size(run.peak)
 
 
-# each column with its cell; what was not measured reads as a dash
-_CELLS: dict[str, Callable[[RunView], str]] = {
-    "strategy": lambda run: f"{run.strategy}, {run.note}" if run.note else run.strategy,
-    "engine": lambda run: run.engine,
-    "step, simulated": lambda run: seconds(run.steady.step_time_s),
-    "hidden, simulated": lambda run: percent(run.steady.overlap),
-    "step, measured": step_of,
-    "tokens/s": lambda run: speed_of(run.summary),
-    "peak": peak_of,
-    SPLIT: split_of,
-    "predicted": predicted_of,
-    "sent": lambda run: size(run.summary.comm.bytes_per_step),
-    "formula": formula_of,
-    "exposed": exposed_of,
-    "hidden": lambda run: percent(run.summary.comm.overlap),
-    "loss": _last_loss,
-    "losses": badge,
-    "optimizer": lambda run: optimizer_of(run.summary.profile),
-}
-EVERY_COLUMN = tuple(_CELLS)
-COLUMNS = tuple(name for name in EVERY_COLUMN if name != SPLIT)  # of pages, where a figure shows the split
+def _strategy_of(run: RunView) -> str:
+    return f"{run.strategy}, {run.note}" if run.note else run.strategy
+
+
+# What was not measured reads as a dash; the order is that of the table.
+COLUMN_ROWS = (
+    Column("strategy", _strategy_of, in_brief="always"),
+    Column("engine", lambda run: run.engine),
+    Column("peak", peak_of, "memory of the worst rank", breaks=True, in_brief="always"),
+    Column(
+        SPLIT,
+        split_of,
+        "the peak, in MB, as parameters (sharded and unsharded) + gradients (sharded and unsharded) + optimizer state +"
+        " activations + rest (communication buffers, other)",
+        wraps=True,
+        on_pages=False,
+    ),
+    Column(
+        "sent",
+        lambda run: size(run.summary.comm.bytes_per_step),
+        "by one rank in one step",
+        flush_right=True,
+        in_brief="always",
+    ),
+    Column(
+        "step, simulated",
+        lambda run: seconds(run.steady.step_time_s),
+        "on the steady card, the same on every machine",
+        flush_right=True,
+        in_brief="steady",
+    ),
+    Column(
+        "hidden, simulated",
+        lambda run: percent(run.steady.overlap),
+        "the part of its communication that is under computing",
+        flush_right=True,
+        in_brief="steady",
+    ),
+    Column(
+        "step, measured",
+        step_of,
+        "median, ± half the range of the middle half of the steps (of 4 or more)",
+        breaks=True,
+        in_brief="always",
+    ),
+    Column("tokens/s", lambda run: speed_of(run.summary), flush_right=True),
+    Column("predicted", predicted_of, "computed before the run, (1.00) is predicted / measured", breaks=True),
+    Column("formula", formula_of, "what the strategy must send", wraps=True),
+    Column(
+        "exposed",
+        exposed_of,
+        "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
+        " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
+        " tenth or more also its length",
+        in_brief="measured",
+    ),
+    Column(
+        "hidden",
+        lambda run: percent(run.summary.comm.overlap),
+        "the part of communication under computing in profiled steps",
+        in_brief="measured",
+    ),
+    Column("loss", _last_loss, "of the last step", flush_right=True),
+    Column(
+        "losses",
+        badge,
+        "whether they agree with the unsharded twin's, one process that replays every rank's batches",
+        in_brief="always",
+    ),
+    Column(
+        "optimizer",
+        lambda run: optimizer_of(run.summary.profile),
+        "its step in profiled steps, and the part of it that exchanges matrices",
+    ),
+)
+EVERY_COLUMN = tuple(column.name for column in COLUMN_ROWS)
+COLUMNS = tuple(column.name for column in COLUMN_ROWS if column.on_pages)
+
+
+def column(name: str) -> Column:
+    """Return the row of a column; one that a table has beside those of a run has plain text."""
+    for row in COLUMN_ROWS:
+        if row.name == name:
+            return row
+    return Column(name, lambda run: MISSING)
 
 
 def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
-    """The seven columns that matter most: with the steady card's clock where a run has it."""
-    if any(run.steady.step_time_s for run in runs):
-        return ("strategy", "peak", "sent", *STEADY, "step, measured", "losses")
-    return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden", "losses")
+    """Return the seven columns that matter most: with the steady card's clock where a run has it."""
+    clock = "steady" if any(run.steady.step_time_s for run in runs) else "measured"
+    return tuple(row.name for row in COLUMN_ROWS if row.in_brief in ("always", clock))
 
 
 def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
@@ -180,13 +237,14 @@ def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str
 
 
 def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
-    """One run's row, in the order of `columns`."""
-    return tuple(_CELLS[name](run) for name in columns)
+    """Return one run's row, in the order of `columns`."""
+    return tuple(column(name).cell(run) for name in columns)
 
 
 def legend(columns: Sequence[str]) -> str:
-    """What the columns mean that do not say it themselves: `peak: memory of the worst rank; ...`."""
-    return "; ".join(f"{name}: {_MEANINGS[name]}" for name in columns if name in _MEANINGS)
+    """Return what the columns mean that do not say it themselves: `peak: memory of the worst rank; ...`."""
+    meanings = [(name, column(name).meaning) for name in columns]
+    return "; ".join(f"{name}: {meaning}" for name, meaning in meanings if meaning)
 
 
 def mood(text: str) -> str:

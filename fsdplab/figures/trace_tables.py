@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.sizes import flops, flops_per_s, seconds, size, three_digits
 from fsdplab.common.words import MISSING, NO_UNIT, OUTSIDE_UNITS
 from fsdplab.profiling.tables import Column, Table
 from fsdplab.profiling.tables.critical_path import BEFORE, IDLE
@@ -20,8 +20,8 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
     "ns": lambda ns: f"-{seconds(-ns / 1e9)}" if ns < 0 else seconds(ns / 1e9),
     "bytes": size,
     "bytes/s": lambda rate: f"{size(rate)}/s",
-    "GFLOP": lambda flop: f"{three_digits(flop / 1e9)} GFLOP",
-    "GFLOP/s": lambda rate: f"{three_digits(rate / 1e9)} GFLOP/s",
+    "FLOP": flops,
+    "FLOP/s": flops_per_s,
     "share": "{:.1%}".format,
     "count": lambda count: str(count) if isinstance(count, int) else three_digits(count).removesuffix(".00"),
     "": lambda name: name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…",

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.sizes import seconds, three_digits
 
+from .elsewhere import elsewhere
 from .memory import fits_card
 from .overlap import overlap_of
+from .peers import peerless_band
 from .plan_spec import PlanSpec, changed
+from .remedies import remedies
 from .step_time import has_known_flops, step_time
 
 if TYPE_CHECKING:
@@ -59,6 +62,16 @@ def hiding_sentence(spec: PlanSpec) -> str:
 
 
 def plan_json(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
-    """Return the plan with both sentences: what `plan --json` writes and the planner's page shows."""
-    advice = {"hiding": hiding_sentence(plan.spec), "hybrid": hybrid_sentence(plan.spec)}
-    return plan.as_dict(tokens) | advice
+    """Return the plan with both sentences, what it needs elsewhere, and what makes it fit where it does not.
+
+    It is what `plan --json` writes and the planner's page shows.
+    """
+    advice: dict[str, Any] = {"hiding": hiding_sentence(plan.spec), "hybrid": hybrid_sentence(plan.spec)}
+    ways = () if plan.fits else remedies(plan.spec)
+    peers = peerless_band(plan.spec)
+    beside = {
+        "without_peer_access": peers and peers.as_dict(),
+        "elsewhere": elsewhere(plan.spec).as_dict(),
+        "remedies": [remedy.as_dict() for remedy in ways],
+    }
+    return plan.as_dict(tokens) | advice | beside

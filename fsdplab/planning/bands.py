@@ -44,8 +44,15 @@ class Band(NamedTuple):
 
     @property
     def words(self) -> str:
-        """`in 46 of 51 known runs like this (all parameters trained)`."""
-        return f"in {math.ceil(self.share * self.runs)} of {self.runs} known runs like this ({self.kind})"
+        """`in 46 of 51 known runs like this (all parameters trained)`, and why a prediction lies outside where it does.
+
+        A prediction is not moved into its band: a band of few runs says that predictions are off, not by how much.
+        """
+        known = f"in {math.ceil(self.share * self.runs)} of {self.runs} known runs like this ({self.kind})"
+        if self.low <= 1 <= self.high:
+            return known
+        side = "above" if self.high < 1 else "below"
+        return f"{known}; these were {self.low:g} to {self.high:g} times the predicted, which lies {side} the band"
 
 
 def kind_of(spec: PlanSpec) -> str:

@@ -9,7 +9,8 @@ A GPU of one's own is a JSON file with the figures of its data sheet:
 `{"name": "B300", "memory_gib": 268, "bf16_tflops": 2250, "hbm_tb_per_s": 8.0, "link": "nvlink5", "nic_gbit": 800}`;
 `nic_gbit` is what the network cards of a node give each GPU. Only the name, the memory, its rate and the link are
 needed: without `bf16_tflops` no time is predicted, without `nic_gbit` a plan is for one node, and without `host_link`
-(`"pcie5"`) PCIe 4 is assumed where states rest in host memory.
+(`"pcie5"`) PCIe 4 is assumed where states rest in host memory. `"peer_access": false` is of cards whose collectives go
+through host memory, such as GeForce's.
 
 Of networks data sheets give a rate a card. Collectives reach a part of it, and less the more nodes a ring passes: their
 bytes meet on the links of switches, and each step waits for the slowest. `SPREAD` is fitted to MosaicML's 18 runs on
@@ -29,6 +30,7 @@ from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file
+from fsdplab.common.sizes import size
 from fsdplab.common.words import did_you_mean, near
 
 from .links import NETWORK_S, PRESETS, LinkError, LinkSpec, parse_link
@@ -48,7 +50,8 @@ class Gpu:
 
     `nic_bytes_per_s` is what the node's network cards give to each GPU of it, typically. `die`: the chip that computes,
     where several cards have it. `product_flops`: what large matrix products alone were measured to reach. `host_link`:
-    the PCIe to its host, as its data sheet says; None where that is not known.
+    the PCIe to its host, as its data sheet says; None where that is not known. `peer_access`: whether one GPU reads
+    another's memory; where not, collectives go through host memory.
     """
 
     name: str
@@ -61,22 +64,39 @@ class Gpu:
     die: str = ""
     product_flops: float | None = None
     host_link: LinkSpec | None = None
+    peer_access: bool = True
+
+    @property
+    def memory_words(self) -> str:
+        """`85.9 GB: the 80 GiB (2^30 bytes each) of the H100 SXM 80GB; sizes here are in GB of 10^9 bytes`."""
+        return (
+            f"{size(self.memory_bytes)}: the {self.memory_bytes / _GIB:.4g} GiB (2^30 bytes each) of the {self.name};"
+            " sizes here are in GB of 10^9 bytes"
+        )
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Dense operations a second by number format, as far as its data sheet says: {"bf16": 989e12, ...}."""
+        known = {format_: tflops * 1e12 for format_, tflops in _OTHER_FORMATS.get(self.name, {}).items()}
+        return known if self.bf16_flops is None else {"bf16": self.bf16_flops, **known}
 
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
 _LINKS = PRESETS | {"xgmi": LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)}
 
+_SHARED_PCIE = LinkSpec("pcie4 shared by two", PRESETS["pcie4"].bytes_per_s / 2, PRESETS["pcie4"].latency_s)
+
 
 def _gpu(
     name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str | LinkSpec, nic_gbit: float | None,
-    source: str, die: str = "", product_tflops: float | None = None, host_link: str | None = None,
+    source: str, die: str = "", product_tflops: float | None = None, host_link: str | None = None, peers: bool = True,
 ) -> Gpu:  # fmt: skip
     """A row of the table, or a file, in the units of data sheets. What joins GPUs by PCIe joins them to their host."""
     flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
     joined = _LINKS[link] if isinstance(link, str) else link
     host = parse_link(host_link) if host_link else joined if joined.name.startswith("pcie") else None
     rates = flops, hbm_tb * 1e12, joined, nic
-    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12, host)
+    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12, host, peers)
 
 
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
@@ -102,9 +122,11 @@ GPUS: dict[str, Gpu] = {
         _gpu("B200 SXM", 180, 2250, 8.0, "nvlink5", 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745,
              "pcie5"),
         _gpu("RTX 4090", 24, 165.2, 1.008, "pcie4", None,
-             "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)"),
+             "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)", peers=False),
+        _gpu("RTX 4090 shared", 24, 165.2, 1.008, _SHARED_PCIE, None,
+             "as RTX 4090, two on the uplink of one PCIe switch: half of its rate each", peers=False),
         _gpu("RTX 3090", 24, 71, 0.936, "pcie4", None,
-             "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only"),
+             "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only", peers=False),
         _gpu("L40S", 48, 362, 0.864, "pcie4", None, "nvidia.com/data-center/l40s (362 dense)"),
         _gpu("A10G", 24, None, 0.6, "pcie4", None,
              "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"),
@@ -113,13 +135,30 @@ GPUS: dict[str, Gpu] = {
              "pcie5"),
     )
 }  # fmt: skip
+# TFLOP/s of other number formats, dense, from the same data sheets and whitepapers; TF32 and fp8 of tensor cores, with
+# accumulation in fp32.
+_HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.7, "fp16": 989, "fp8": 1979}
+_AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "fp16": 312}
+_OTHER_FORMATS: dict[str, dict[str, float]] = {
+    "H100 SXM 80GB": _HOPPER,
+    "H200 SXM 141GB": _HOPPER,
+    "A100 SXM 40GB": _AMPERE,
+    "A100 SXM 80GB": _AMPERE,
+    "B200 SXM": {"fp16": 2250, "fp8": 4500},
+    "RTX 4090": {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "fp8": 330.3},
+    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "fp16": 71},
+    "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "fp8": 733},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "MI300X": {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "fp8": 2614.9},
+}
 # Usual short names, squeezed, and their rows.
 _SHORT = {
     "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
     "h200": "H200 SXM 141GB",
     "h200sxm": "H200 SXM 141GB", "h200141gb": "H200 SXM 141GB", "a100": "A100 SXM 80GB", "a100sxm": "A100 SXM 80GB",
     "a10080gb": "A100 SXM 80GB",
-    "a10040gb": "A100 SXM 40GB", "b200": "B200 SXM", "4090": "RTX 4090", "3090": "RTX 3090",
+    "a10040gb": "A100 SXM 40GB", "b200": "B200 SXM", "4090": "RTX 4090", "4090shared": "RTX 4090 shared",
+    "3090": "RTX 3090",
 }  # fmt: skip
 
 
@@ -230,7 +269,7 @@ def _squeezed(name: str) -> str:
 
 
 _NEEDED = ("name", "memory_gib", "hbm_tb_per_s", "link")
-_KNOWN = (*_NEEDED, "bf16_tflops", "nic_gbit", "die", "measured_bf16_tflops", "host_link")
+_KNOWN = (*_NEEDED, "bf16_tflops", "nic_gbit", "die", "measured_bf16_tflops", "host_link", "peer_access")
 _LARGEST_FILE = 10**5
 
 
@@ -257,7 +296,10 @@ def _read(path: Path) -> Gpu:
         raise HardwareError(f"{path}: {error}") from None
     numbers = ("memory_gib", "hbm_tb_per_s", "bf16_tflops", "nic_gbit", "measured_bf16_tflops")
     memory, hbm, tflops, nic, measured = (_number(path, row, key) for key in numbers)
-    about = str(path), str(row.get("die", "")), measured, host
+    peers = row.get("peer_access", True)
+    if not isinstance(peers, bool):
+        raise HardwareError(f"{path}: peer_access is {str(peers)[:30]!r}; expected true or false")
+    about = str(path), str(row.get("die", "")), measured, host, peers
     return _gpu(str(row["name"])[:40], memory or 0.0, tflops, hbm or 0.0, link, nic, *about)
 
 

@@ -8,8 +8,10 @@ gradients have arrived; nothing else goes on meanwhile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from .links import HOST_LINK, LinkSpec
-from .memory import unit_bytes
+from .memory import host_bytes, unit_bytes
 from .plan_spec import PlanSpec
 from .program import TO_DEVICE, TO_HOST, Transfer
 from .traffic import counts
@@ -18,7 +20,53 @@ from .traffic import counts
 # bytes a parameter in float32, 10 billion parameters in 2.57 and 14.76 s on a DGX-2 (Ren et al. 2021, ZeRO-Offload,
 # table 4: CPU-Adam and PyTorch's).
 OPTIMIZER_SOURCE = "at the rate of ZeRO-Offload's table 4 (a DGX-2's CPUs, which the GPUs of a node share)"
+OPTIMIZER_CORES = 48  # of the DGX-2's two Xeon Platinum 8168
 _FUSED, _UNFUSED = 28 * 10e9 / 2.57, 3 * 28 * 10e9 / 14.76
+
+# Host memory of the usual node of eight GPUs of a kind, and which node that is: its vendor's data sheet.
+_NODE = 8
+_NODES = {
+    "H100 SXM 80GB": (2e12, "a DGX H100"),
+    "H200 SXM 141GB": (2e12, "a DGX H200"),
+    "A100 SXM 80GB": (2e12, "a DGX A100 640GB"),
+    "A100 SXM 40GB": (1152 * 2.0**30, "an AWS p4d.24xlarge"),
+    "B200 SXM": (2e12, "a DGX B200 without its option of 4 TB"),
+    "A10G": (768 * 2.0**30, "an AWS g5.48xlarge"),
+    "T4": (384 * 2.0**30, "an AWS g4dn.metal"),
+}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of a node in bytes, and in words whose it is."""
+
+    nbytes: float
+    whose: str
+
+
+def host_memory_of(spec: PlanSpec) -> HostMemory | None:
+    """Return what `--host-memory` says, or else the usual node of the GPU has; None where no node is known."""
+    if spec.host_memory is not None:
+        return HostMemory(float(spec.host_memory), "--host-memory")
+    if spec.gpus_per_node != _NODE or spec.gpu.name not in _NODES:
+        return None
+    return HostMemory(*_NODES[spec.gpu.name])
+
+
+def node_host_bytes(spec: PlanSpec) -> float:
+    """Return the bytes of a node's host memory that offloaded states of all its ranks take; 0 without offload.
+
+    70 B parameters in float32 with Adam on four GPUs: 16 bytes each, 1.13 TB in one node.
+    """
+    return host_bytes(spec) * min(spec.gpus, spec.gpus_per_node)
+
+
+def holds_offloaded(spec: PlanSpec) -> bool:
+    """Return whether a node's host memory holds what is offloaded; unknown host memory is taken to."""
+    if not spec.offload:
+        return True
+    known = host_memory_of(spec)
+    return known is None or node_host_bytes(spec) <= known.nbytes
 
 
 def host_link(spec: PlanSpec) -> LinkSpec:

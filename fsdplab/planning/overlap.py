@@ -62,7 +62,8 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None) -> Overlap:
     (0.14, 0.2, 1666)
     """
     spec = spec if link is None else _on_link(spec, link)
-    block, compute = work_of(spec).blocks[0], Compute(spec, None)
+    few = replace(spec, grad_accum=min(spec.grad_accum, 2))  # all micro-batches of a block are alike
+    block, compute = work_of(few).blocks[0], Compute(spec, None)
     seconds = {kind: each.seconds for kind, each in block.sent.items()}
     gather, across = seconds.get("all_gather", 0.0), seconds.get("all_reduce", 0.0)
     again = (gather if spec.row.reshards_after_forward else 0.0) + seconds.get("reduce_scatter", 0.0)

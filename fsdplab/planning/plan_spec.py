@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from fsdplab.common.errors import UserError
-from fsdplab.common.fields import option
+from fsdplab.common.fields import option, refusal
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.shapes import ModelShape, Parameter
@@ -34,11 +34,6 @@ LOSSES = ("eager", "fused", "chunked")
 # bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
 OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "muon": 2.0, "sgd": 0.0, "sgd-momentum": 1.0}
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-_LARGEST = {
-    "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
-    "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100, "pipeline_parallel": 10**4,
-    "expert_parallel": 10**4, "virtual_stages": 10**3,
-}  # fmt: skip
 # fields that are the same thing as a field of a run, whose name their flags have
 AS_IN_A_RUN = {
     "gpus": "world_size", "seq": "sequence_length", "micro_batch": "batch_size", "grad_accum": "micro_batches",
@@ -62,42 +57,63 @@ class PlanSpec:
 
     model: ModelShape
     gpu: Gpu
-    gpus: int = option(8, "GPUs in all.")
-    gpus_per_node: int = option(8, "GPUs of a node.")
+    gpus: int = option(8, "GPUs in all.", least=1, most=10**6)
+    gpus_per_node: int = option(8, "GPUs of a node.", least=1, most=10**6)
     network: str | None = option(
         None,
         "Network between nodes: ib400, roce200, eth100 or a card's rate such as 100gbit; default: the GPU's usual.",
     )
-    nics: int | None = option(None, "Network cards of a node; default: one a GPU.")
+    nics: int | None = option(None, "Network cards of a node; default: one a GPU.", least=1, most=10**4)
     oversubscription: float = option(1.0, "Of the network's leaf switches: 2 where half of their bytes can leave.")
-    strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
-    shard_size: int | None = option(None, "Of hybrid_shard: GPUs of a group; default: those of a node.")
-    seq: int = option(4096, "Tokens of a sequence; default: 4096, or the model's context.")
-    micro_batch: int = option(1, "Sequences of a rank's micro-batch.")
-    grad_accum: int = option(1, "Micro-batches of a step.")
-    checkpointing: str = option(
-        "none", "none, selective or full recomputation; products or attention: keep the results of these."
+    strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.", one_of=STRATEGIES)
+    shard_size: int | None = option(
+        None, "Of hybrid_shard: GPUs of a group; default: those of a node.", least=1, most=10**6
     )
-    param_dtype: str = option("bf16", "Dtype of all-gathers and of computing: fp32, bf16 or fp16.")
-    reduce_dtype: str = option("fp32", "Dtype of gradients while they are reduced.")
-    master_dtype: str = option("fp32", "Dtype of what the optimizer updates, and of its state.")
+    seq: int = option(4096, "Tokens of a sequence; default: 4096, or the model's context.", least=1, most=10**8)
+    micro_batch: int = option(1, "Sequences of a rank's micro-batch.", least=1, most=10**6)
+    grad_accum: int = option(1, "Micro-batches of a step.", least=1, most=10**6)
+    checkpointing: str = option(
+        "none",
+        "none, selective or full recomputation; products or attention: keep the results of these.",
+        one_of=POLICIES,
+    )
+    param_dtype: str = option(
+        "bf16", "Dtype of all-gathers and of computing: fp32, bf16 or fp16.", one_of=tuple(ITEMSIZES)
+    )
+    reduce_dtype: str = option("fp32", "Dtype of gradients while they are reduced.", one_of=tuple(ITEMSIZES))
+    master_dtype: str = option(
+        "fp32", "Dtype of what the optimizer updates, and of its state.", one_of=tuple(ITEMSIZES)
+    )
     masters: str = option(
-        "slices", "slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO)."
+        "slices",
+        "slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO).",
+        one_of=MASTERS,
     )
     optimizer: str = option(
-        "adamw", "adamw, adamw-foreach, adamw-8bit, muon (the blocks' matrices; adamw the rest), sgd or sgd-momentum."
+        "adamw",
+        "adamw, adamw-foreach, adamw-8bit, muon (the blocks' matrices; adamw the rest), sgd or sgd-momentum.",
+        one_of=tuple(OPTIMIZERS),
     )
-    tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.")
-    context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).")
-    pipeline_parallel: int = option(1, "Stages of a pipeline: groups of GPUs that hold a part of the blocks each.")
-    schedule: str = option("1f1b", "Of a pipeline: 1f1b, interleaved (with --virtual-stages) or zero-bubble.")
-    virtual_stages: int = option(1, "Parts of the model that a stage holds, of the interleaved schedule.")
-    expert_parallel: int = option(1, "GPUs that share a block's experts, of those that share its states.")
+    tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.", least=1, most=10**4)
+    context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).", least=1, most=10**4)
+    pipeline_parallel: int = option(
+        1, "Stages of a pipeline: groups of GPUs that hold a part of the blocks each.", least=1, most=10**4
+    )
+    schedule: str = option(
+        "1f1b", "Of a pipeline: 1f1b, interleaved (with --virtual-stages) or zero-bubble.", one_of=SCHEDULES
+    )
+    virtual_stages: int = option(
+        1, "Parts of the model that a stage holds, of the interleaved schedule.", least=1, most=10**3
+    )
+    expert_parallel: int = option(
+        1, "GPUs that share a block's experts, of those that share its states.", least=1, most=10**4
+    )
     compile: bool = option(False, "Blocks are compiled.")
     loss: str = option(
         "eager",
         "eager: PyTorch's cross-entropy on all logits in float32; fused: one kernel on 16-bit logits; chunked: the head"
         " and the loss on a part of the tokens at a time.",
+        one_of=LOSSES,
     )
     fp8: bool = option(False, "The blocks' matrix products are in 8-bit floats.")
     flash: bool = option(True, "Use flash attention, which keeps no matrix of scores.")
@@ -105,10 +121,26 @@ class PlanSpec:
     no_sync: bool = option(
         False, "Reduce gradients in the last micro-batch only (no_sync), and keep them unsharded until then."
     )
-    prefetch: int = option(1, "Units gathered ahead of the one that computes.")
+    prefetch: int = option(1, "Units gathered ahead of the one that computes.", least=0, most=100)
     offload: bool = option(False, "Keep shards, gradients and optimizer state in host memory.")
-    lora_rank: int = option(0, "Train adapters of this rank on a frozen base; 0: train all parameters.")
-    base_dtype: str | None = option(None, "Dtype of a frozen base: bf16, int8 or nf4; default: that of computing.")
+    host_memory: int | None = option(
+        None,
+        "Memory of a node's host, such as 512GB; default: that of the usual node of the GPU, where one is known.",
+        least=1,
+        most=10**18,
+    )
+    storage: int | None = option(
+        None,
+        "Bytes that a node writes to storage in a second, such as 5GB, for checkpoints; default: 2GB, assumed.",
+        least=1,
+        most=10**18,
+    )
+    lora_rank: int = option(
+        0, "Train adapters of this rank on a frozen base; 0: train all parameters.", least=0, most=10**5
+    )
+    base_dtype: str | None = option(
+        None, "Dtype of a frozen base: bf16, int8 or nf4; default: that of computing.", one_of=(None, *BASE_BYTES)
+    )
     flash_1: bool = False  # flash attention is the first version's, in Triton
     float_logits: bool = True  # whether an eager loss converts 16-bit logits to float32
     whole_logits: bool = False  # whether tensor-parallel ranks gather the logits before the loss
@@ -121,16 +153,8 @@ class PlanSpec:
     ranks_after_forward: int | None = None  # that a block stays cut over until its backward; 1: gathered; None: usual
 
     def __post_init__(self) -> None:
-        for name, most in _LARGEST.items():
-            _check_count(name, getattr(self, name), most, least=0 if name == "prefetch" else 1)
-        _check_count("lora_rank", self.lora_rank, 10**5, least=0)
-        for name, known in (
-            ("strategy", STRATEGIES), ("checkpointing", POLICIES), ("param_dtype", tuple(ITEMSIZES)),
-            ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),
-            ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)), ("loss", LOSSES),
-            ("schedule", SCHEDULES),
-        ):  # fmt: skip
-            _check_word(name, getattr(self, name), known)
+        for described in fields(self):
+            _check(described, getattr(self, described.name))
         self._check_nodes()
         self._check_mesh()
         self._check_model()
@@ -155,10 +179,8 @@ class PlanSpec:
                 f"{self.gpus} GPUs do not fill nodes of {per_node}; give a multiple of {per_node}, or other"
                 " --gpus-per-node"
             )
-        if self.nics is not None:
-            _check_count("nics", self.nics, 10**4)
-            if self.network is None:
-                raise PlanError("--nics counts the cards of a network; name it with --network, such as ib400")
+        if self.nics is not None and self.network is None:
+            raise PlanError("--nics counts the cards of a network; name it with --network, such as ib400")
         if not 1e-6 <= self.oversubscription <= 1e6:  # below 1: a faster network, for questions
             raise PlanError(
                 f"--oversubscription is {self.oversubscription!r}; expected 1, or a number above it such as 2"
@@ -188,7 +210,6 @@ class PlanSpec:
             raise PlanError(
                 f"--shard-size is {' and '.join(IN_GROUPS)}'s, and the strategy is {self.strategy}; leave it out"
             )
-        _check_count("shard_size", self.shard_size, 10**6)
         if self._ranks % self.shard_size:
             raise PlanError(
                 f"groups of {self.shard_size} do not divide the {self._ranks} ranks that are left beside tensor"
@@ -376,13 +397,12 @@ def flag_of(name: str) -> str:
     return f"--{AS_IN_A_RUN.get(name, _SHORT.get(name, name)).replace('_', '-')}"
 
 
-def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise PlanError(f"{flag_of(name)} is {str(value)[:30]}; expected a whole number from {least} to {most:,}")
-
-
-def _check_word(name: str, value: object, known: tuple[str | None, ...]) -> None:
-    if value not in known:
-        words = [word for word in known if word]
-        meant = did_you_mean(value, words)
-        raise PlanError(f"{flag_of(name)} is {value!r}{meant}; expected one of {', '.join(words)}")
+def _check(described: Field[Any], value: object) -> None:
+    """Raise PlanError unless a field's value is what the field expects."""
+    wanted = refusal(value, described.default, **described.metadata)
+    if not wanted:
+        return
+    words = [word for word in described.metadata.get("one_of", ()) if word]
+    meant = did_you_mean(value, words) if words else ""
+    shown = repr(value) if words else str(value)[:30]
+    raise PlanError(f"{flag_of(described.name)} is {shown}{meant}; expected {wanted}")

@@ -1,9 +1,8 @@
 """`plan(...)`: what one step of a job needs and takes, before anybody rents a GPU.
 
 Memory by category against the card, traffic by mesh axis, step time with its exposed share, tokens/s, MFU and
-GPU-hours; where it does not fit, what is missing and what would fit; and how far one choice can go: the largest
-micro-batch, the fewest GPUs, and a choice swept over values. What to choose together is searched in
-`planning/search`.
+GPU-hours; and how far one choice can go: the largest micro-batch, the fewest GPUs, and a choice swept over values.
+What to choose together is searched in `planning/search`, and what makes a plan fit in `planning/remedies`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from fsdplab.common.sizes import size
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import ModelShape
@@ -159,82 +157,7 @@ def plan_of(spec: PlanSpec) -> Plan:
     return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), time)
 
 
-# ---- where it does not fit
-
-
-def shortfall(found: Plan) -> str | None:
-    """What is missing, by how much, and what would fit, in one line; None for a plan that fits.
-
-    `35.3 GB of sharded parameters on a 25.8 GB card, 152 GB too much in all; needs 44 cards for the states, or CPU
-    offload of 141 GB a rank, or ...`
-    """
-    if found.fits:
-        return None
-    peak, card = found.memory.peak, found.spec.gpu.memory_bytes
-    alone = next((name for name, nbytes in peak.by_category.items() if nbytes > card), None)
-    what = f"{size(peak.by_category[alone])} of {alone.replace('_', ' ')}" if alone else f"{size(peak.total)}"
-    advice = ", or ".join(_ways(found.spec)) or "a smaller model or larger cards: no other choice tried would fit"
-    return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all; needs {advice}"
-
-
-# what need not be said beside something simpler: the cut of products that send; offload under another strategy
-_SIMPLER = {"tensor": "recompute", "offload": "shard"}
-
-
-def _ways(spec: PlanSpec) -> Iterator[str]:
-    """Changes that make it fit, each tried: more GPUs, host memory, recomputation, smaller pieces, adapters."""
-    gpus = least_gpus(spec)
-    if gpus is not None and gpus > spec.gpus:
-        yield f"{gpus} cards"
-    elif states := _cards_for_states(spec):
-        yield states
-    found = set[str]()
-    for kind, words, changes in _changes(spec):
-        simpler = _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload)
-        other = None if simpler or kind in found else changed(spec, **changes)
-        if other is not None and other != spec and fits_card(other):
-            found.add(kind)
-            yield words.format(f"of {size(host_bytes(other))} a rank")
-
-
-def _cards_for_states(spec: PlanSpec) -> str | None:
-    """How many cards could hold the states, where more of them are known to be of no help or cannot be joined."""
-    stepping = memory_of(spec).moments[-1].by_category
-    states = [stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state")]
-    card = spec.gpu.memory_bytes
-    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
-        return None
-    slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
-    return f"{slices} cards for the sharded parameters and {every} for all states"
-
-
-def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What to try, of each kind the least change first; `{}` in its words stands for the host memory."""
-    full: dict[str, Any] = {"checkpointing": "full"}
-    sharded: dict[str, Any] = {"strategy": "full_shard", "shard_size": None}
-    small, least = full, "--checkpoint full"
-    if spec.micro_batch > 1:
-        small, least = full | {"micro_batch": 1}, f"{least} and --batch-size 1"
-    for loss in ("fused", "chunked"):
-        yield "loss", f"--loss {loss}", {"loss": loss}
-    yield "recompute", "--checkpoint full", full
-    yield "recompute", least, small
-    if not spec.row.saves_most:
-        yield "shard", "--strategy full_shard", sharded
-        yield "shard", "--strategy full_shard with --checkpoint full", sharded | full
-    moved, there = sharded | {"offload": True}, "CPU offload {} under --strategy full_shard"
-    if spec.row.can_offload:
-        moved, there = {"offload": True}, "CPU offload {}"
-    yield "offload", there, moved
-    yield "offload", f"{there} with {least}", moved | small
-    if not spec.lora_rank:
-        base, words = {"lora_rank": 16, "base_dtype": "nf4"}, "a frozen base in nf4 (--base-dtype nf4 --lora-rank 16)"
-        yield "adapters", words, base
-        yield "adapters", f"{words} with {least}", base | small
-    more = "" if spec.checkpointing == "full" else " with --checkpoint full"
-    for ways in (2, 4, 8):
-        if ways > spec.tensor_parallel:
-            yield "tensor", f"--tp {ways}{more}", full | {"tensor_parallel": ways}
+# ---- how far one choice can go
 
 
 def least_gpus(spec: PlanSpec) -> int | None:
@@ -259,12 +182,10 @@ def _fits_on(gpus: int, spec: PlanSpec) -> bool:
     return found is not None and fits_card(found)
 
 
-# ---- how far one choice can go
-
-
 _MOST_SEQUENCES = 2**12
 SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
-_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by what the flag is called
+SWEPT_WORDS = ("model", "gpu", "network", "strategy", "checkpointing", "loss", "optimizer", "reduce_dtype")
+_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in (*SWEPT, *SWEPT_WORDS)}  # by what the flag is called
 _MOST_VALUES = 64
 
 
@@ -305,37 +226,64 @@ def fewest_gpus(spec: PlanSpec) -> Plan | None:
 # ---- sweeps
 
 
-def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """`world-size=8..1024` (doubling) or `seq=1024,4096,8192` -> the field and its values; raises PlanError.
+Value: TypeAlias = "int | str"
+
+
+def parse_sweep(text: str) -> tuple[str, list[Value]]:
+    """`world-size=8..1024` (doubling), `seq=1024,4096` or `loss=eager,fused` -> the field and its values; PlanError.
 
     >>> parse_sweep("world-size=8..64")
     ('gpus', [8, 16, 32, 64])
+    >>> parse_sweep("network=ib400,eth100")
+    ('network', ['ib400', 'eth100'])
     """
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     name = _FIELDS.get(name, name)
-    if not equals or name not in SWEPT:
-        known = [flag_of(each)[2:] for each in SWEPT]
+    if not equals or name not in (*SWEPT, *SWEPT_WORDS):
+        known = [flag_of(each)[2:] for each in (*SWEPT, *SWEPT_WORDS)]
         meant = did_you_mean(name, known)
         raise PlanError(
             f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(known)} and its values, such as"
-            " world-size=8..1024 or sequence-length=1024,4096"
+            " world-size=8..1024 or loss=eager,fused"
         )
-    if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
-        low, high = int(span[1]), int(span[2])
-        found = [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
-    else:
-        parts = [part.strip() for part in values.split(",")]
-        found = [int(part) for part in parts if re.fullmatch(r"\d{1,9}", part, re.ASCII)]
-        found = found if len(found) == len(parts) else []
+    parts = [part.strip() for part in values.split(",")]
+    if name in SWEPT_WORDS:
+        if not all(parts) or len(parts) > _MOST_VALUES:
+            raise PlanError(f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} words with commas between")
+        return name, [*parts]
+    span = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII)
+    found = _doubled(int(span[1]), int(span[2])) if span else _whole_numbers(parts)
     if not found or len(found) > _MOST_VALUES:
         raise PlanError(
             f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
             " 8,16,64"
         )
-    return name, found
+    return name, [*found]
 
 
-def sweep(spec: PlanSpec, name: str, values: Sequence[int]) -> list[Plan]:
+def _doubled(low: int, high: int) -> list[int]:
+    return [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
+
+
+def _whole_numbers(parts: Sequence[str]) -> list[int]:
+    """The numbers of these texts; none where one of them is no whole number."""
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
+        return []
+    return [int(part) for part in parts]
+
+
+def sweep(spec: PlanSpec, name: str, values: Sequence[Value]) -> list[Plan]:
     """The plan for each value of one choice; raises PlanError for a value that contradicts the others."""
-    return [plan_of(replace(spec, **{name: value})) for value in values]  # type: ignore[arg-type]
+    return [plan_of(with_value(spec, name, value)) for value in values]
+
+
+def with_value(spec: PlanSpec, name: str, value: Any) -> PlanSpec:
+    """The plan with another value of one choice; raises ModelError, HardwareError, LinkError or PlanError."""
+    if name == "model":
+        return replace(spec, model=model_named(value))
+    if name == "gpu":
+        return replace(spec, gpu=gpu_named(value))
+    if name == "strategy":
+        return replace(spec, strategy=value, shard_size=None)
+    return replace(spec, **{name: value})

@@ -21,7 +21,9 @@ from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS, STRATEGY_ROWS, UNSHA
 from fsdplab.workloads.shapes import Experts, ModelShape
 
 from .hardware import Gpu, find_gpu
+from .memory import memory_of
 from .plan_spec import PlanSpec
+from .published_words import DTYPES, Dtypes, optimizer_of, plain, why_unread
 from .step_time import has_known_flops, step_time
 
 COLUMNS = (
@@ -33,6 +35,7 @@ COLUMNS = (
 _OPTIONAL = ("loss", "experts")  # columns that a file may lack
 _LARGEST_FILE = 10**7
 _NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ by
+_DECIDES = 1.1  # times the memory, from which on a choice that is not stated decides a prediction
 _GIB = 2**30
 
 
@@ -72,6 +75,7 @@ class Case:
     without_time: str  # why a throughput that was published is not predicted; else empty
     recomputed: float = 1.0  # part of the blocks that the plan's checkpointing holds for
     ran_out: bool = False  # the run ended out of memory
+    without_memory: str = ""  # why memory that was published is not predicted
 
 
 class LeftOut(NamedTuple):
@@ -135,7 +139,22 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
     )  # fmt: skip
     words = "" if gpu else "the GPU is not named"
     words = "the rate of its link is not stated" if "not stated" in row["interconnect"] else words
-    return Case(name, _source(row), spec, scale, memory, speed, words, recomputed, ran_out)
+    undecided = _undecided_memory(row, spec) if memory else ""
+    if undecided:
+        memory = ()
+        if speed is None:
+            raise PublishedError(undecided)
+    return Case(name, _source(row), spec, scale, memory, speed, words, recomputed, ran_out, undecided)
+
+
+def _undecided_memory(row: Mapping[str, str], spec: PlanSpec) -> str:
+    """Why no memory is predicted of a row that does not state its loss: with another one it differs by a tenth."""
+    if row["loss"] or not row["layers"]:
+        return ""
+    eager, fused = (memory_of(replace(spec, loss=loss)).used_bytes for loss in ("eager", "fused"))
+    if eager < _DECIDES * fused:
+        return ""
+    return f"its loss is not stated, and an eager one needs {eager / fused:.2f} times the memory of a fused one"
 
 
 # Words of a row, and what of it is not modelled.
@@ -149,11 +168,14 @@ _NOT_MODELLED = {
 
 
 def _check_known(row: Mapping[str, str]) -> None:
-    """Raises PublishedError for a row that says something that is not modelled."""
+    """Raises PublishedError for a row that says something that is not modelled, or that is not known."""
     said = f"{row['strategy']} {row['optimizer']}".lower()
     for words, reason in _NOT_MODELLED.items():
         if re.search(words, said):
             raise PublishedError(reason)
+    unread = why_unread(row)
+    if unread:
+        raise PublishedError(unread)
 
 
 # What the words of a source's rows do not say, read from its code. The training loop of PR #165 held the logits, in
@@ -286,14 +308,15 @@ def _recomputed(row: Mapping[str, str]) -> float:
 
 def _dtypes(row: Mapping[str, str]) -> dict[str, Any]:
     """Slices that are masters, or (DeepSpeed, ZeRO) masters beside slices in 16 bits; `bf16` alone is bf16 all over."""
-    words = f"{row['param_dtype']} {row['notes']}"
-    reduced = "bf16" if row["reduce_dtype"].startswith("bf16") else "fp32"
     separate = row["framework"].startswith(("DeepSpeed", "ZeRO"))
-    low = "bf16 master" in words or (not separate and row["param_dtype"].lower() in ("bf16", "pure bf16"))
-    optimizer = "adamw-8bit" if "8-bit" in row["optimizer"] else "adamw"
+    found = DTYPES.get(plain(row["param_dtype"]), Dtypes("bf16", "fp32"))
+    master = "fp32" if separate else found.master
+    if "bf16 master" in row["notes"]:
+        master = "bf16"
+    reduced = "bf16" if separate or plain(row["reduce_dtype"]).startswith("bf16") else "fp32"
     return dict(
-        reduce_dtype="bf16" if separate else reduced, master_dtype="bf16" if low else "fp32",
-        masters="separate" if separate else "slices", optimizer=optimizer,
+        param_dtype=found.param, reduce_dtype=reduced, master_dtype=master,
+        masters="separate" if separate else "slices", optimizer=optimizer_of(row["optimizer"]) or "adamw",
     )  # fmt: skip
 
 

@@ -12,19 +12,21 @@ Pipeline, context and expert degrees and the loss stay as they were given.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, size
 from fsdplab.common.words import did_you_mean
 
+from .as_flags import Changes
 from .bands import memory_band, speed_band
+from .host import holds_offloaded
 from .memory import memory_of, needed_bytes, resting_bytes
-from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, changed, flag_of
+from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, changed
 from .planner import Plan, plan_of
+from .remedies import ROWS
 from .step_time import has_known_flops, step_time
 
 USUAL_TOKENS = 2**22  # of a step where no batch is given: a usual one of pretraining
@@ -32,9 +34,8 @@ EQUAL = 0.02  # of a step's seconds, or of a card: a smaller difference tells no
 SLOWEST_SAFE = 0.75  # of the fastest plan's speed
 NAMES = ("world-size", "strategy", "tp", "checkpoint", "batch-size")
 _HALVES = 3  # of the GPUs that were given: these, a half, a quarter, an eighth
+_MORE_SINGLES = ("loss", "reduction", "optimizer")  # kinds of remedies that are no axis
 _MOST_SEQUENCES = 256  # of a micro-batch
-
-Changes = dict[str, Any]  # fields of a PlanSpec and their values
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the card holds its peak."""
-        return self.peak <= self.spec.gpu.memory_bytes
+        """Whether the card holds its peak, and the host what is offloaded, as far as its memory is known."""
+        return self.peak <= self.spec.gpu.memory_bytes and holds_offloaded(self.spec)
 
     @property
     def certain(self) -> bool:
@@ -245,7 +246,10 @@ def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
 def _best_single_change(own: Candidate, sequences: int, keep: Collection[str]) -> SingleChange | None:
     """Return the fastest single change that fits, if it is faster than the given plan or that one does not fit."""
     fitting = []
-    for changes in _single_changes(own.spec, sequences, keep):
+    tried = [*_single_changes(own.spec, sequences, keep)]
+    if not own.fits:
+        tried += [change for row in ROWS if row.kind in _MORE_SINGLES for change in row.changes(own.spec)]
+    for changes in tried:
         other = changed(own.spec, grad_accum=1, **changes)
         passes, rest = divmod(sequences, other.micro_batch * other.data_ranks) if other else (0, 0)
         if other and passes and not rest:
@@ -269,46 +273,6 @@ def _single_changes(spec: PlanSpec, sequences: int, keep: Collection[str]) -> It
 
 
 # ---- in words
-
-
-_ALWAYS = ("gpus", "strategy", "micro_batch", "grad_accum", "checkpointing", "loss")
-_BOOLEANS = {"compile": "--compile blocks", "offload": "--offload cpu", "flash": "--no-flash"}
-
-
-def in_short(spec: PlanSpec) -> str:
-    """Return `full_shard, checkpoint full, fused loss, 2 x 4 sequences, tp 2`."""
-    groups = f" in groups of {spec.shards}" if spec.row.in_groups else ""
-    words = [f"{spec.strategy}{groups}", f"checkpoint {spec.checkpointing}", f"{spec.loss} loss"]
-    words.append(f"{spec.micro_batch} x {spec.grad_accum} sequences")
-    degrees = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
-    for name, axis in degrees.items():
-        count = getattr(spec, f"{axis}_parallel")
-        if count > 1:
-            words.append(f"{name} {count}")
-    return ", ".join(words)
-
-
-def flags(spec: PlanSpec) -> str:
-    """Return a plan as flags of `fsdplab plan`: what a search varies, and what is not as it is by default."""
-    shown = []
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        is_flag = "help" in field.metadata and field.name != "seq"
-        if is_flag and (field.name in _ALWAYS or value != field.default):
-            shown.append(flag(field.name, value))
-    return " ".join(shown)
-
-
-def flag(name: str, value: Any) -> str:
-    """Return one choice as a flag: `--batch-size 2`."""
-    if isinstance(value, bool):
-        return _BOOLEANS.get(name, flag_of(name))
-    return f"{flag_of(name)} {value}"
-
-
-def changes_in_words(changes: Changes) -> str:
-    """Return a single change as flags."""
-    return " ".join(flag(name, value) for name, value in changes.items() if value is not None)
 
 
 def exposed_part(candidate: Candidate) -> float:

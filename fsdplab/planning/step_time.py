@@ -46,7 +46,7 @@ from .plan_traffic import (
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, copies_seconds, step_seconds
 from .stages import bubble, stages
 
-_MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
+MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
 _USUAL_ATTENTION = 0.6  # of an ideal card's FLOP/s, what flash attention is taken to reach
 # the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
 _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
@@ -56,7 +56,7 @@ _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
 class StepTime:
     """Seconds of a step of one rank, and its parts: compute, of which `host_optimizer_s` on the CPU; communication and
     copies from and to host memory, each as if alone; what of both was waited for, and how much of that without copies
-    would not be.
+    would not be. `slowed_s` of the compute are what collectives beside it take.
     """
 
     step_s: float
@@ -66,6 +66,7 @@ class StepTime:
     host_optimizer_s: float = 0.0
     copies_s: float = 0.0
     exposed_copies_s: float = 0.0
+    slowed_s: float = 0.0
 
 
 def step_time(spec: PlanSpec) -> StepTime:
@@ -96,7 +97,7 @@ def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
 def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
     """The seconds of a step of `work`, which sends `rows`."""
     step_s, alone_s = step_seconds(work), sum(row.count * transfer_of(spec, row).seconds for row in rows)
-    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s)
+    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s, slowed_s=work.slowed_s)
     if not spec.offload:
         return found
     exposed_s = step_s - step_seconds(work.without_copies)
@@ -109,10 +110,10 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
     """
     if spec.pipeline_parallel > 1:
         raise PlanError("a pipeline is planned in closed form, and its step not unit by unit; leave --pp out")
-    if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
+    if (passes := spec.model.layers * spec.grad_accum) > MOST_PASSES:
         raise PlanError(
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
-            f" passes; expected at most {_MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
+            f" passes; expected at most {MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
         )
     return replace(_work(spec, plan_traffic(spec), efficiency), in_flight=in_flight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdplab.common.sizes import percent, seconds
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.profiling.step_facts import StepFacts, step_facts
@@ -19,16 +21,23 @@ def diagnosis(record: RunRecord) -> str:
     if not record.table("breakdown"):
         return ""
     facts, found = step_facts(record), findings(record)
-    fault = next((each for each in found if each.is_fault), None)
-    if fault is not None:
-        return f"{_with_share(fault, facts)}."
+    named = named_finding(facts, found)
+    if named is not None and (named.is_fault or not record.spec.get("job")):
+        return f"{_with_share(named, facts)}."
     if record.summary.short_of_cores:
         return ""  # which is said anyway, and nothing else can be
-    costs = [each for each in found if each.seconds >= _MUCH * facts.step_s]
-    if costs and not record.spec.get("job"):
-        return f"{_with_share(costs[0], facts)}."
-    most = f" Most could be shorter here: {costs[0].title}." if costs else ""
+    most = f" Most could be shorter here: {named.title}." if named is not None else ""
     return f"No fault is found in a step of {seconds(facts.step_s)}: {_breakdown(facts)}.{most}"
+
+
+def named_finding(facts: StepFacts, listed: Sequence[Finding]) -> Finding | None:
+    """What the diagnosis names: the first fault, else the first finding that costs a tenth of the step; None for none,
+    and where ranks lacked cores.
+    """
+    fault = next((finding for finding in listed if finding.is_fault), None)
+    if fault is not None or facts.record.summary.short_of_cores:
+        return fault
+    return next((finding for finding in listed if finding.seconds >= _MUCH * facts.step_s), None)
 
 
 def _with_share(found: Finding, facts: StepFacts) -> str:

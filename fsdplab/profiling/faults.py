@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, seconds, size
-from fsdplab.common.words import plural
-from fsdplab.profiling.rules import Fact, Rule
-from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed, ahead, beside, by_rank
+from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTES, is_state, micro_batches
+from fsdplab.profiling.rules import Fact, Rule, fault_rule
+from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import PARTS_OF_EXPOSED
 from fsdplab.records.tables import Row
 
-REGULAR = 0.5  # part of the steps from which on something is done in each step
-MANY = 8  # calls, collectives or parameters below which nothing is called many
-SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
 SMALL_PART = 1 / 3  # part of an engine's collectives that may be small
-MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many, and two a micro-batch
 BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's default is 25 MiB
+USUAL_BUCKET = 25 * 2**20
+FIRST_BUCKET = 2**20  # PyTorch's first bucket is of 1 MiB, so that its all-reduce begins early
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
-SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
-MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
-NEARLY_ALL = 0.75  # part of the steps in which it has
-LOADING = 0.1  # part of a step that the loader may take
-ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
 REDUCTIONS = ("reduce_scatter", "all_reduce")
-
 Cells = Callable[[ExposedCell], bool]
 
 
@@ -64,14 +56,9 @@ def _own(facts: StepFacts) -> dict[str, Activity]:
     """The collectives that the loop calls itself in each step."""
     named = {name: each for name, each in facts.activities.items() if name.startswith("own ")}
     scalars = facts.activities.get("full_tensor")
-    if scalars is not None and not _is_state(scalars):
+    if scalars is not None and not is_state(scalars):
         named["own full_tensor"] = scalars
     return {name: each for name, each in named.items() if each.regular > REGULAR}
-
-
-def _is_state(gathered: Activity) -> bool:
-    """Whether the DTensors that a step gathers are a model's, and not a norm or a loss."""
-    return gathered.count >= MANY or gathered.nbytes > SMALL_BYTES
 
 
 def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
@@ -83,15 +70,9 @@ def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
     return sum(claim.seconds for claim in claims)
 
 
-def _micro_batches(facts: StepFacts) -> int:
-    """How often backward runs in a step."""
-    found = facts.activities.get("backward")
-    return max(1, round(found.count / max(found.regular, 0.01))) if found else 1
-
-
 def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Each reduction is made once for each micro-batch."""
-    times = _micro_batches(facts)
+    times = micro_batches(facts)
     reductions = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
     if times < 2 or not reductions:
         return None
@@ -148,7 +129,8 @@ def _without_own(facts: StepFacts) -> str:
     large = [name for name, each in own.items() if "broadcast" in name and each.nbytes > SMALL_BYTES]
     if large:
         ways.append(
-            "Take the broadcast out: ranks that begin with the same weights and step the same gradients stay equal."
+            "Take the broadcast out: ranks that begin with the same weights and step the same gradients stay equal, and"
+            " of data each rank can load its own part."
         )
     if any("barrier" not in name and name not in large for name in own):
         ways.append(
@@ -179,14 +161,27 @@ def _small_buckets(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """DDP's buckets are set smaller than PyTorch makes them."""
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
-    each_time = len(rows) / _micro_batches(facts)
+    each_time = len(rows) / micro_batches(facts)
     if not bucket or bucket >= BUCKET_BYTES or each_time < MANY / 2:
         return None
-    total = sum(row["logical_bytes"] for row in rows) / _micro_batches(facts)
+    total = sum(row["logical_bytes"] for row in rows) / micro_batches(facts)
     cost = _exposed(left, lambda cell: cell.kind == "all_reduce", 1 - 1 / each_time)
     needed = max(1, math.ceil(total / 25e6))
     values = {"count": round(each_time), "size": size(total / each_time), "bucket": size(bucket), "needed": needed}
     return Fact(kind, cost, values=values)
+
+
+def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """DDP's buckets are set larger than PyTorch makes them, so that one holds all gradients."""
+    bucket = facts.observed.get("bucket_bytes")
+    rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
+    if not bucket or bucket <= USUAL_BUCKET or len(rows) != micro_batches(facts):
+        return None
+    total = rows[0]["logical_bytes"] or 0
+    if total < FIRST_BUCKET:
+        return None
+    cost = _exposed(left, lambda cell: cell.kind == "all_reduce")
+    return Fact(kind, cost, values={"size": size(total), "bucket": size(bucket)})
 
 
 def _one_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -264,246 +259,59 @@ def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if not nbytes or not facts.observed.get("broadcast_buffers") or facts.observed.get("buffers_change", True):
         return None
     cost = _exposed(left, lambda cell: cell.kind == "broadcast")
-    return Fact(kind, cost, values={"bytes": size(nbytes), "times": _micro_batches(facts)})
-
-
-# ---- what the loop does besides
-
-
-def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact | None]:
-    """Claims activities of the loop that most steps have."""
-
-    def claims(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-        found = {name: each for name in names if (each := facts.activities.get(name)) and each.regular > REGULAR}
-        if "full_tensor" in found and not _is_state(found["full_tensor"]):
-            del found["full_tensor"]
-        if not found:
-            return None
-        longest = max(found, key=lambda name: found[name].seconds)
-        total = sum(each.seconds for each in found.values())
-        calls = ", ".join(
-            f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
-        )
-        values: dict[str, object] = {
-            "calls": calls,
-            "took": seconds(total),
-            "of_both": percent(total / (total + facts.step_s)),
-        }
-        times = max(1, round(sum(each.count for each in found.values())))
-        values["times"] = "once" if times == 1 else f"{times} times"
-        return Fact(kind, total, "step", rank=found[longest].rank, values=values)
-
-    return claims
-
-
-_CALLED = {
-    "state_dict": "state_dict", "full_tensor": "full_tensor", "saving": "torch.save", "evaluation": "eval",
-    "garbage_collection": "gc.collect",
-}  # fmt: skip
-
-
-def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Numbers read out of tensors, but for losses that the recording reads, and DDP's map of what was used."""
-    found = facts.activities.get("read")
-    if found is None or found.regular <= REGULAR:
-        return None
-    micro_batches = _micro_batches(facts)
-    own = micro_batches if facts.spec.get("job") and facts.record.environment.get("device") == "cpu" else 0
-    if facts.observed.get("find_unused_parameters"):
-        own += micro_batches * (facts.observed.get("parameters") or 0)
-    count = round(found.count / found.regular) - own
-    if count < max(MANY_READS, 2 * micro_batches + 1):
-        return None
-    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": count})
-
-
-def _clipped_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Norms are taken, or gradients clipped, one parameter after the other."""
-    parameters = facts.observed.get("parameters") or 0
-    clips, norms = facts.activities.get("clipping"), facts.activities.get("norm")
-    most = clips if clips is not None else norms
-    by_engine = str(facts.spec.get("engine")).startswith("deepspeed")  # which takes norms of its own pieces
-    if most is None or by_engine or most.regular <= REGULAR:
-        return None
-    if most.count < max(MANY, 0.5 * parameters):
-        return None
-    values = {"count": round(most.count), "parameters": parameters}
-    return Fact(kind, most.seconds, "step", rank=most.rank, values=values)
-
-
-def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    parameters, found = facts.observed.get("parameters") or 0, facts.optimizer
-    if not facts.observed.get("optimizer_loops") or parameters < MANY or found is None:
-        return None
-    if found.seconds < SLOW_OPTIMIZER * facts.step_s:
-        return None
-    values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
-    return Fact(kind, found.seconds, "step", values=values)
-
-
-def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """More threads than cores compute side by side."""
-    names = ("threads", "cores", "ranks_of_a_node")
-    threads, cores, ranks = (int(facts.observed.get(name) or 0) for name in names)
-    if facts.record.environment.get("device") != "cpu" or threads < 2 or 2 * threads * ranks <= 3 * cores:
-        return None
-    values = {
-        "threads": threads,
-        "ranks": ranks,
-        "cores": plural(cores, "core"),
-        "fewer": max(1, cores // max(1, ranks)),
-    }
-    return Fact(kind, 0.0, "machine", values=values)
-
-
-def _recomputed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Activations are recomputed, and memory is not short."""
-    found, memory = facts.activities.get("recomputed"), _device_memory(facts)
-    peak = facts.record.summary.peak_memory_bytes.total
-    if found is None or found.regular <= REGULAR or not memory or not peak or peak > ENOUGH_MEMORY * memory:
-        return None
-    values = {"count": round(found.count), "peak": size(peak), "memory": size(memory)}
-    return Fact(kind, found.seconds, "step", values=values)
-
-
-def _device_memory(facts: StepFacts) -> float | None:
-    """Bytes of memory that a rank may use."""
-    gpus = facts.record.environment.get("gpus")
-    if isinstance(gpus, list) and gpus:
-        return float(gpus[0].get("memory_bytes") or 0) or None
-    whole = (facts.record.environment.get("cpu") or {}).get("memory_bytes")
-    return whole / max(1, facts.observed.get("ranks_of_a_node") or 1) if whole else None
-
-
-def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Gradients of the step before are there when the first backward of a step begins."""
-    kept, peak = facts.observed.get("kept_gradient_bytes"), facts.record.summary.peak_memory_bytes.total
-    if not kept or not peak or kept < 0.01 * peak:
-        return None
-    return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
-
-
-def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """A rank of CPUs that uses more CPU time than the others in nearly all steps; waiting for others uses none."""
-    means = by_rank(facts.cpu_s)
-    if len(means) < 2 or facts.record.environment.get("device") != "cpu":
-        return None
-    rank = max(means, key=means.__getitem__)
-    own, others = beside(facts.cpu_s, rank)
-    steps = {step for of, step in facts.cpu_s if of == rank}
-    more = [ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps]
-    if own < MORE_WORK * others or sum(more) < NEARLY_ALL * len(more) or len(more) < MANY:
-        return None
-    cost = left.claim("waiting_ns", at_most=own - others).seconds
-    values = {"own": seconds(own), "others": seconds(others), "times": f"{own / others:.1f}"}
-    return Fact(kind, cost, rank=rank, values=values)
-
-
-def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Every rank waits for its data in most of the steps; waiting for a core is no part of it."""
-    found = facts.activities.get("loading")
-    if found is None or found.regular <= REGULAR or found.seconds < LOADING * facts.step_s:
-        return None
-    return Fact(kind, min(found.seconds, facts.step_s), "step")
+    return Fact(kind, cost, values={"bytes": size(nbytes), "times": micro_batches(facts)})
 
 
 # ---- the rules, a cause before its consequences
-
-
-def _rule(kind: str, claims: Callable[[str, StepFacts, Unclaimed], Fact | None], title: str, text: str,
-          remedy: str | Callable[[StepFacts], str], unless: Sequence[str] = ()) -> Rule:  # fmt: skip
-    return Rule(kind, claims, title, text, remedy, tuple(unless), is_fault=True)
 
 
 # faults that trade time for memory, or for precision: what else is wrong comes first
 CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
 
 FAULTS = (
-    _rule("slow_loading", _loading,
-          "Loading data takes {seconds} of a step of {step_s} ({share})",
-          "Nothing computes meanwhile: the loop waits for its next batch.",
-          "Load while the step computes. {loader}", unless=["slow_loading"]),
-    _rule("more_work", _more_work,
-          "Rank {rank} works {times} times as much as the others: {own} of CPU time a step, the others {others}",
-          "The others wait for it at their next collective, which costs no CPU time.",
-          "Look at rank {rank}'s data (more or longer samples than the others'), and at what else it does in a step:"
-          " files, logging, preparing batches.", unless=["slow_rank", "late_rank", "slow_loading"]),
-    _rule("evaluation", _done_each_step("evaluation"),
-          "An evaluation in each step takes {took}, beside {step_s} of training ({of_both} of both)",
-          "The model is set to evaluate, and to train again, in most of the steps.",
-          "{evaluate_less}"),
-    _rule("state_dict", _done_each_step("saving", "state_dict", "full_tensor"),
-          "The model's state is gathered or saved in each step: {calls}, {took} of each step",
-          "A state dict of sharded parameters that is asked for as a whole gathers all of them.", "{save_less}"),
-    _rule("garbage_collection", _done_each_step("garbage_collection"),
-          "Python's garbage collector runs {times} in each step, for {took}",
-          "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
-          "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
-          " what stays anyway."),
-    _rule("own_collectives", _own_collectives,
+    *LOOP_FAULTS,
+    fault_rule("own_collectives", _own_collectives,
           "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
           "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
           _without_own, unless=["evaluation", "state_dict", "garbage_collection"]),
-    _rule("reduced_often", _reduced_often,
+    fault_rule("reduced_often", _reduced_often,
           "Gradients are reduced {times} times a step, once for each micro-batch: {saved} of {sent} sent are avoidable",
           "Backward runs {times} times before the optimizer steps, and {more} of the reductions add nothing that the"
           " last one would not.", "{reduce_once}"),
-    _rule("clipped_apart", _clipped_apart,
-          "Gradients are clipped one parameter after the other: {count} norms a step of {parameters} parameters",
-          "Each norm of a sharded gradient is a collective of its own, and the clipped step is not the usual one: the"
-          " norm is meant of all gradients together.",
-          "Once for all: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."),
-    _rule("reads", _reads,
-          "The host reads {count} numbers out of tensors in each step (.item(), bool(), print)",
-          "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",
-          "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
-          " every hundredth step.", unless=["evaluation", "state_dict"]),
-    _rule("one_unit", _one_unit,
+    fault_rule("one_unit", _one_unit,
           "The whole model is one unit: {moved} are gathered at once, and nothing computes meanwhile",
           "All {parameters} parameters are one unit: its all-gather has nothing to overlap with before it, its"
           " reduction nothing after it, and all of it is in memory at once.",
           lambda facts: facts.words["cut_into_blocks" if facts.spec.get("engine") == "lab" else "cut_unit"]),
-    _rule("small_units", _small_units,
+    fault_rule("small_units", _small_units,
           "Units are too small: {small} of {count} collectives a step ({part}) are below {size}",
           "Latency is all of a collective that is so small, and it does not shrink with the bytes.",
           lambda facts: facts.words["blocks_as_units"]),
-    _rule("small_buckets", _small_buckets,
+    fault_rule("small_buckets", _small_buckets,
           "DDP's buckets are too small: {count} all-reduces a step of {size} each, where {needed} would do",
           "bucket_cap_mb is set to {bucket}; latency is most of such a collective.",
           lambda facts: facts.words["fewer_units"]),
-    _rule("sent_buffers", _sent_buffers,
+    fault_rule("one_bucket", _one_bucket,
+          "All gradients are one bucket: the all-reduce of {size} begins when the backward has ended",
+          "bucket_cap_mb is set to {bucket}; of smaller buckets the first is sent while the others are computed.",
+          "DistributedDataParallel(model) with the default, bucket_cap_mb=25, whose first bucket has 1 MiB."),
+    fault_rule("sent_buffers", _sent_buffers,
           "DDP broadcasts the model's buffers in each forward, {bytes}, although they do not change",
           "The first rank sends them to all others before each forward ({times} a step).",
           "DistributedDataParallel(model, broadcast_buffers=False)."),
-    _rule("needless_resharding", _needless_resharding,
+    fault_rule("needless_resharding", _needless_resharding,
           "Units are gathered twice a step, although all of them together are {whole} of a peak of {peak} ({part})",
           "They are dropped after the forward and gathered again for the backward: {again} a step.",
           lambda facts: f"Keep them: {facts.words['keep_gathered']}."),
-    _rule("full_messages", _full_messages,
+    fault_rule("full_messages", _full_messages,
           "Messages are sent in fp32{sent} although products are computed in {short}: half the bytes would do",
           "Under autocast parameters and gradients stay in fp32, and so do all-gathers and reductions.",
           lambda facts: f"Send in bf16 too: {facts.words['low_precision']}."),
-    _rule("looping_optimizer", _looping_optimizer,
-          "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
-          "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
-          "torch.optim.{optimizer}(..., fused=True), or foreach=True."),
-    _rule("recomputed", _recomputed,
-          "Activations are recomputed ({count} blocks a step, {seconds}), although memory is not short: the peak is"
-          " {peak} of {memory}",
-          "Recomputation pays with time for memory.", "{recompute_less}"),
-    _rule("threads", _too_many_threads,
-          "{ranks} ranks with {threads} threads each compute on {cores}: threads wait for each other's cores",
-          "Threads that compute side by side are as slow as the one that has no core.",
-          "Fewer threads: OMP_NUM_THREADS={fewer}, or torch.set_num_threads({fewer}) in each rank."),
-    _rule("find_unused", _find_unused,
+    fault_rule("find_unused", _find_unused,
           "DDP looks for unused parameters in each step (find_unused_parameters), and there are none",
           "It walks through the whole graph after each forward, and sends a map of what was used.",
           "DistributedDataParallel(model, find_unused_parameters=False), the default."),
-    _rule("kept_gradients", _kept_gradients,
-          "Gradients of the step before are kept through the forward: {kept} of a peak of {peak} ({part})",
-          "They are there when the first backward begins, although it does not add to them.",
-          "optimizer.zero_grad(set_to_none=True), the default, right after the optimizer's step."),
-    _rule("kept_units", _kept_units,
+    fault_rule("kept_units", _kept_units,
           "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
           "They are gathered once a step instead of twice; their memory is needed for as long.",
           lambda facts: f"To lower the peak: {facts.words['reshard']}.", unless=["one_unit"]),

@@ -130,7 +130,7 @@ def _in_order(found: Sequence[Finding]) -> list[Finding]:
 
 
 _OF_THE_SCHEDULE = (
-    "tiny_units", "one_big_unit", "no_prefetch", "one_communicator", "busy_link", "nothing_to_hide_behind",
+    "tiny_units", "one_big_unit", "no_prefetch", "blocking", "one_communicator", "busy_link", "nothing_to_hide_behind",
 )  # fmt: skip
 
 
@@ -304,6 +304,11 @@ def _no_prefetch(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return _of_claim(kind, claim, depth="" if depth is None else f" (prefetch={depth})")
 
 
+def _blocking(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Collectives besides gathers whose call kept the host until they had ended, though there was work left."""
+    return _of_claim(kind, left.claim("on_link_ns", _caused("late_start")))
+
+
 def _depth(facts: StepFacts) -> int | None:
     """How many units the run gathers ahead; None where another engine decides."""
     return facts.spec.get("prefetch") if facts.spec.get("engine") == "lab" else None
@@ -329,7 +334,9 @@ def _nothing_beside(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None
     blocks, _ = _blocks_and_root(facts)
     unlike = bool(blocks) and max(blocks) > ALIKE * min(blocks)
     more = ", and a large unit outlasts its small neighbour" if unlike else ""
-    return _of_claim(kind, left.claim("on_link_ns", _caused("nothing_to_hide_behind")), more=more)
+    # what a collective still sends once its last rank has come has nothing beside it either
+    causes = ("nothing_to_hide_behind", "waiting_for_peer")
+    return _of_claim(kind, left.claim("on_link_ns", lambda cell: cell.cause in causes), more=more)
 
 
 def _units_alike(facts: StepFacts) -> str:
@@ -568,6 +575,10 @@ _RULES = (
     Rule("no_prefetch", _no_prefetch,
          "All-gathers are issued too late: {seconds} of each step ({share}) are exposed, {where}",
          "They are issued when their unit is needed, so nothing runs while they travel{depth}.", _gather_ahead),
+    Rule("blocking", _blocking,
+         "Calls wait for the collectives that they issue: {seconds} of each step ({share}) are exposed, {where}",
+         "The host issued nothing else until the bytes had arrived, though there was work left.",
+         "Issue them with async_op=True, and wait() where their result is needed."),
     Rule("one_communicator", _one_communicator,
          "Gathers and reductions queue behind each other: {seconds} of each step are exposed, {where}",
          "The link was carrying another unit's collective when this one was issued: one communicator runs them one"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,3 +58,15 @@ class Rule:
         title, text = self.title.format(**words).strip(), self.text.format(**words).strip()
         remedy = self.remedy(facts) if callable(self.remedy) else self.remedy.format(**words)
         return Finding(**vars(fact), title=title, text=text, remedy=remedy, is_fault=self.is_fault)
+
+
+def fault_rule(
+    kind: str,
+    claims: Callable[[str, StepFacts, Unclaimed], Fact | None],
+    title: str,
+    text: str,
+    remedy: str | Callable[[StepFacts], str],
+    unless: Sequence[str] = (),
+) -> Rule:
+    """A rule whose finding is a fault of the job."""
+    return Rule(kind, claims, title, text, remedy, tuple(unless), is_fault=True)

@@ -26,7 +26,7 @@ from fsdplab.profiling.step_summary import (
     optimizer_step,
     step_summary,
 )
-from fsdplab.profiling.traces.host_reads import COUNTED as TRACED
+from fsdplab.profiling.traces.host_reads import NAMES as TRACED
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.tables import Row

@@ -11,6 +11,12 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
+| `clipped again` | those of them whose parameters were clipped in this step already |
+| `deep copy` | modules that `copy.deepcopy` copies |
+| `cache emptied` | calls of `torch.cuda.empty_cache` |
+| `to numpy` | tensors whose numbers are read by `numpy()` and `tolist()` |
+| `loader begun` | iterators of data loaders that are made |
+| `resident` | bytes that the process holds when a step ends; on a GPU those of its allocator |
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
 | `backward` | calls of `Tensor.backward` |
@@ -21,6 +27,7 @@ Once the recording has ended the wrappers pass everything on. Under torch.compil
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import sys
@@ -54,7 +61,8 @@ OWN = (
     "barrier",
     "monitored_barrier",
 )
-_ENGINES = ("torch.", "fsdplab.", "deepspeed.")  # modules whose collectives are an engine's
+# modules whose collectives are an engine's, or of a trainer's loop, which tells all ranks of a signal in each step
+_ENGINES = ("torch.", "fsdplab.", "deepspeed.", "lightning.pytorch.loops.", "pytorch_lightning.loops.")
 
 
 def watch(recorder: RankRecorder) -> None:
@@ -69,6 +77,10 @@ def watch(recorder: RankRecorder) -> None:
     _wrap_all([serialization, torch], "save", "saving", recorder)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _wrap_all([clip_grad, torch.nn.utils], name, "clipping", recorder)
+    _watch_clipping_again(clip_grad, recorder)
+    _wrap(torch.cuda, "empty_cache", "cache emptied", recorder)
+    _watch_deep_copies(recorder)
+    _watch_numpy(recorder)
     _watch_collectives(recorder)
     _watch_evaluations(recorder)
     _watch_autocast(recorder)
@@ -118,6 +130,48 @@ def counted(function: Callable[..., Any], name: str, recorder: RankRecorder) -> 
             recorder.taken.note(name, time.perf_counter_ns() - began, _bytes_of(args))
 
     return wrapper
+
+
+# ---- copies and reads of whole tensors, parameters that are clipped twice
+
+
+def _watch_deep_copies(recorder: RankRecorder) -> None:
+    """Count the modules that are copied whole, as an average of the weights may be."""
+    deepcopy = copy.deepcopy
+    counts = counted(deepcopy, "deep copy", recorder)
+
+    @functools.wraps(deepcopy)
+    def of_modules(x: Any, *args: Any, **kwargs: Any) -> Any:
+        function = counts if isinstance(x, torch.nn.Module) else deepcopy
+        return function(x, *args, **kwargs)
+
+    copy.deepcopy = of_modules
+
+
+def _watch_numpy(recorder: RankRecorder) -> None:
+    """Count what is read out of tensors without an operator that a trace would show."""
+    for name in ("numpy", "tolist"):
+        setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), "to numpy", recorder))
+
+
+def _watch_clipping_again(module: Any, recorder: RankRecorder) -> None:
+    """Count the calls that take the norm of gradients of which it was taken in the same step."""
+    taken_of = module.clip_grad_norm_
+
+    @functools.wraps(taken_of)
+    def noting(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.done or torch.compiler.is_compiling():
+            return taken_of(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        began, key = time.perf_counter_ns(), tuple(map(id, listed))
+        try:
+            return taken_of(listed, *args, **kwargs)
+        finally:
+            if key in recorder.taken.clipped:
+                recorder.taken.note("clipped again", time.perf_counter_ns() - began)
+            recorder.taken.clipped.add(key)
+
+    module.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = noting
 
 
 # ---- collectives of the loop's own

@@ -143,6 +143,28 @@ def _hook_loaders(recorder: RankRecorder) -> None:
                 recorder.taken.note("loading", int(1e9 * loading_s) - (thread_waited_ns() - waited))
 
     _BaseDataLoaderIter.__next__ = timed
+    _hook_beginnings(recorder)
+
+
+def _hook_beginnings(recorder: RankRecorder) -> None:
+    """Note that a data loader is begun, which starts its workers: a part of the time that loading takes."""
+    from torch.utils.data import DataLoader
+
+    begin = DataLoader.__iter__
+
+    @functools.wraps(begin)
+    def timed(self: Any) -> Any:
+        if recorder.done or not recorder.taken.may_begin():
+            return begin(self)
+        began = time.perf_counter_ns()
+        try:
+            return begin(self)
+        finally:
+            took_ns = time.perf_counter_ns() - began
+            recorder.taken.loading_s += took_ns / 1e9
+            recorder.taken.note("loader begun", took_ns)
+
+    DataLoader.__iter__ = timed
 
 
 def _hook_profilers(recorder: RankRecorder) -> None:

@@ -6,6 +6,7 @@ None of it is seen in a trace. It is read once, around the step whose memory is 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ class Observed:
         self._buffers: list[torch.Tensor] = []  # copies of their values before the step
         self._kept_gradient_bytes: int | None = None
         self._unused = 0  # parameters without a gradient
+        self._asleep: dict[str, int] = {}  # layers that evaluate while the model is trained, by class
+        self._has_anomaly_mode = False
 
     def begin(self) -> None:
         """Copy the values of buffers that DDP sends in each forward, before the step."""
@@ -38,6 +41,9 @@ class Observed:
     def before_backward(self) -> None:
         """Count, at the first backward of the step, the gradients that are still there from the step before."""
         if self._kept_gradient_bytes is None:
+            self._has_anomaly_mode = torch.is_anomaly_enabled()
+            if not self._model.training:
+                self._asleep = _asleep(self._model)
             gradients = [parameter.grad for parameter in parameters_of(self._optimizers)]
             self._kept_gradient_bytes = _bytes(gradient for gradient in gradients if gradient is not None)
 
@@ -55,20 +61,28 @@ class Observed:
             "ranks_of_a_node": self._place.of_a_node,
             "kept_gradient_bytes": self._kept_gradient_bytes or 0,
             "unused_parameters": self._unused,
+            "asleep": self._asleep,
+            "anomaly_mode": self._has_anomaly_mode,
             **self._optimizer(),
             **self._ddp(),
             **self._fsdp2(),
         }
 
     def _optimizer(self) -> dict[str, Any]:
-        """Return its class, and whether it steps one tensor after the other."""
-        names, loops, number = set(), False, 0
+        """Return its class, and whether it steps one tensor after the other, by its choice or as it is told to."""
+        names, loops, is_told_to, number = set(), False, False, 0
         for optimizer in all_holding_state(self._optimizers):
             names.add(type(optimizer).__name__)
             for group in getattr(optimizer, "param_groups", ()):
                 loops = loops or self._loops(group)
+                is_told_to = is_told_to or group.get("foreach") is False
                 number += len(group["params"])
-        return {"optimizer": ", ".join(sorted(names)), "optimizer_loops": loops, "parameters": number}
+        return {
+            "optimizer": ", ".join(sorted(names)),
+            "optimizer_loops": loops,
+            "told_to_loop": loops and is_told_to,
+            "parameters": number,
+        }
 
     def _loops(self, group: dict[str, Any]) -> bool:
         """Return whether a group steps its tensors one by one although its optimizer could do otherwise."""
@@ -99,6 +113,20 @@ class Observed:
             return {}
         prefetched = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
         return {"prefetches_forward": any(prefetched)}
+
+
+def _asleep(model: nn.Module) -> dict[str, int]:
+    """Count by class the layers that do something else while a model is trained, and are set to evaluate."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    counts = Counter[str]()
+    for layer in model.modules():
+        if not isinstance(layer, (_BatchNorm, _DropoutNd)) or layer.training:
+            continue
+        if getattr(layer, "p", 1) > 0:  # a dropout of nothing does the same in both modes
+            counts[type(layer).__name__] += 1
+    return dict(counts)
 
 
 def _bytes(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdplab.recording.rows import Place, StepRows, Taken
+from fsdplab.recording.rows import Place, StepRows, Taken, resident_bytes
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import parameters_of
 
@@ -85,7 +85,7 @@ class RankRecorder:
         """`backward` is called of this tensor."""
         try:
             self.taken.note_loss(loss)
-            self.taken.end_evaluation()
+            self.taken.end_evaluation(trains=True)
             if self._window is not None:
                 self._window.before_backward()
         except Exception as error:  # as in `stepped`
@@ -128,6 +128,7 @@ class RankRecorder:
         seconds = None if self._began is None else now - self._began - self.taken.loading_s
         if seconds is not None:
             self.taken.cpu_s = time.process_time() - self._cpu_began
+        self.taken.note("resident", 0, resident_bytes(self._rows.place.device))
         evaluated = self.taken.evaluated is not None
         is_timed = seconds is not None and self.taken.evaluates_since is None
         _, evaluation_ns, _ = self.taken.activities.get("evaluation", (0, 0, 0))

@@ -45,7 +45,7 @@ class Taken:
     `scaled`: what a GradScaler returned last, and what it had been given. `first_losses`: those of the first step, as
     long as it may still go on. `activities`: what else the loop did (activities.py), by name: how often, nanoseconds,
     bytes; `is_busy` inside of one that holds others, `evaluates_since` while the model is set to evaluate. `cpu_s`: CPU
-    time of all threads.
+    time of all threads. `clipped`: the lists of parameters, by their ids, whose gradients were clipped.
     """
 
     losses: list[torch.Tensor | float] = field(default_factory=list)
@@ -58,6 +58,7 @@ class Taken:
     cpu_s: float | None = None
     is_busy: bool = False
     evaluates_since: int | None = None
+    clipped: set[tuple[int, ...]] = field(default_factory=set)
 
     def may_begin(self) -> bool:
         """Return whether an activity that begins now is inside no other one, and is of the loop's own thread."""
@@ -185,6 +186,17 @@ def note(settings: Settings, rank: int, words: str) -> None:
     """Append a sentence to a rank's notes."""
     with settings.mailbox.of(rank, "notes").open("a") as file:
         file.write(json.dumps({"words": words}) + "\n")
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What the device's allocator holds, or on a CPU what the process does; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_main_thread() -> bool:

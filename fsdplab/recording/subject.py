@@ -124,6 +124,13 @@ def _precision(parameters: Iterable[torch.Tensor]) -> str:
     return _dtype_word(max(sizes, key=sizes.__getitem__, default=torch.float32))
 
 
+def _sent_in(mixed: torch.dtype | None, module: nn.Module) -> str:
+    """Return the type of mixed precision, else that of most parameters."""
+    if mixed is None:
+        return _precision(module.parameters())
+    return _dtype_word(mixed)
+
+
 _DTYPE_WORDS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -163,7 +170,7 @@ def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
         return None
     config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
     count = len({id(unit) for unit in units})  # modules that were sharded together are one
-    settings: dict[str, Any] = {"precision": _dtype_word(config.policy.param_dtype), "unit_count": count}
+    settings: dict[str, Any] = {"precision": _sent_in(config.policy.param_dtype, module), "unit_count": count}
     strategy = config.strategy.name
     if config.shard is not None and config.replicate is not None:
         strategy = "hybrid_shard"
@@ -184,7 +191,7 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     if not groups:
         return Subject(module, "torch-fsdp2", "full_shard", {})
     mixed = getattr(groups[0], "mp_policy", None)
-    precision = _dtype_word(getattr(mixed, "param_dtype", None))
+    precision = _sent_in(getattr(mixed, "param_dtype", None), module)
     settings: dict[str, Any] = {"precision": precision, "unit_count": len(groups)}
     mesh = groups[0].mesh_info.mesh
     if mesh.ndim > 1:
@@ -214,7 +221,7 @@ def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     strategy = strategy_of.get(sharded[0].sharding_strategy.name, "hybrid_shard")
     mixed = sharded[0].mixed_precision
     dtype = mixed.param_dtype if mixed else None
-    return Subject(module, "torch-fsdp1", strategy, {"precision": _dtype_word(dtype)})
+    return Subject(module, "torch-fsdp1", strategy, {"precision": _sent_in(dtype, module)})
 
 
 def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:

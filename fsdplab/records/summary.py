@@ -81,12 +81,14 @@ class Steady:
 class Change:
     """The change to this run that gains most on the steady card (sessions/changes.py): `words` say it, "" for none.
 
-    `gain`: the part by which tokens a second rise, simulated; `peak_bytes`: what the run would hold then, predicted.
+    `gain`: the part by which tokens a second rise, simulated; `peak_bytes`: what the run would hold then, predicted;
+    `costs`: "nothing", "memory" or "precision", which the change costs besides.
     """
 
     words: str = ""
     gain: float | None = None
     peak_bytes: Size | None = None
+    costs: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.steady_card import steady_step
 
 LEAST_GAIN = 0.03  # of the tokens a second: less is no advice
+CLOSE = 0.1  # part of the largest gain: another that is so near is as good
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "prefetch": (0, 1, 2, 3, 4),
     "precision": ("fp32", "bf16"),
@@ -27,26 +28,35 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "muon"),
     "link_queues": (1, 2),
 }
+COSTS = ("nothing", "memory", "precision")  # what a change costs besides, the least first
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do in words ("" where a change is shown and not advised), and what it costs besides: one of `COSTS`."""
+
+    words: str = ""
+    costs: str = ""
+
+
 # What may be advised to gain speed. The other values cost speed for memory, or train something else.
-_ADVICE: Mapping[tuple[str, Any], str] = {
-    ("prefetch", 1): "gather the next unit ahead (prefetch 1)",
-    ("prefetch", 2): "gather two units ahead (prefetch 2)",
-    ("precision", "bf16"): "compute and send in bf16, with fp32 masters",
-    ("checkpoint", "none"): "keep all activations",
-    ("link_queues", 2): "gathers and reductions on a queue each",
+_REMEDIES: Mapping[tuple[str, Any], Remedy] = {
+    ("prefetch", 1): Remedy("gather the next unit ahead (prefetch 1)", "memory"),
+    ("prefetch", 2): Remedy("gather two units ahead (prefetch 2)", "memory"),
+    ("precision", "bf16"): Remedy("compute and send in bf16, with fp32 masters", "precision"),
+    ("checkpoint", "none"): Remedy("keep all activations", "memory"),
+    ("link_queues", 2): Remedy("gathers and reductions on a queue each", "nothing"),
 }
+_MORE_TOKENS = Remedy("twice the batch", "memory")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One setting at another value. `setting` is a field of RunSpec, or `tokens`: those of a rank in a micro-batch.
-
-    `advice` says in words what to do; "" where the change is shown and not advised.
-    """
+    """One setting at another value. `setting` is a field of RunSpec, or `tokens`: those of a rank in a micro-batch."""
 
     setting: str
     value: Any
-    advice: str
+    remedy: Remedy
 
 
 def edits(now: Mapping[str, Any]) -> Iterator[Edit]:
@@ -63,27 +73,49 @@ def edits(now: Mapping[str, Any]) -> Iterator[Edit]:
                 continue
             if isinstance(value, int) and abs(value - now[name]) != 1:
                 continue
-            yield Edit(name, value, _ADVICE.get((name, value), ""))
+            yield Edit(name, value, _REMEDIES.get((name, value), Remedy()))
     if now.get("tokens"):
-        yield Edit("tokens", 2 * now["tokens"], "twice the batch")
+        yield Edit("tokens", 2 * now["tokens"], _MORE_TOKENS)
 
 
 def best_change(spec: RunSpec) -> Change:
-    """Return the advised edit that gains most tokens a second on the steady card and fits the run's card; an empty one
-    where none gains 3 %.
+    """Return the advised edit that gains most tokens a second on the steady card and fits the run's card, or one that
+    costs less and gains nearly as much; an empty one where none gains 3 %.
 
     >>> change = best_change(RunSpec(strategy="full_shard", sequence_length=128, link="150MB/s"))
     >>> change.words, round(change.gain or 0.0, 1)
     ('compute and send in bf16, with fp32 masters', 0.5)
     """
-    best = max(gains(spec).values(), key=_gain_of, default=Change())
-    if _gain_of(best) < LEAST_GAIN:
+    worth = [change for change in gains(spec).values() if _gain_of(change) >= LEAST_GAIN]
+    if not worth:
         return Change()
-    return best
+    return in_order(worth)[0]
 
 
 def _gain_of(change: Change) -> float:
     return change.gain or 0.0
+
+
+def in_order(changes: Iterable[Change]) -> list[Change]:
+    """Sort changes: what gains most first; of changes that gain nearly as much, the one that costs least.
+
+    >>> short, ahead = Change("send in bf16", 0.65, costs="precision"), Change("gather ahead", 0.61, costs="memory")
+    >>> [change.words for change in in_order([short, ahead])]
+    ['gather ahead', 'send in bf16']
+    """
+    remaining = list(changes)
+    ordered: list[Change] = []
+    while remaining:
+        most = max(_gain_of(change) for change in remaining)
+        near = [change for change in remaining if _gain_of(change) >= (1 - CLOSE) * most]
+        best = min(near, key=lambda change: (_price(change), -_gain_of(change)))
+        ordered.append(best)
+        remaining.remove(best)
+    return ordered
+
+
+def _price(change: Change) -> int:
+    return COSTS.index(change.costs) if change.costs in COSTS else len(COSTS)
 
 
 @lru_cache(maxsize=64)
@@ -94,7 +126,7 @@ def gains(spec: RunSpec) -> Mapping[str, Change]:
         return {}
     best: dict[str, Change] = {}
     for edit in edits({**asdict(spec), "tokens": spec.tokens_per_rank}):
-        if not edit.advice:
+        if not edit.remedy.words:
             continue
         change = _tried(spec, before, edit)
         if not change.words:
@@ -116,7 +148,7 @@ def _tried(spec: RunSpec, before: float, edit: Edit) -> Change:
     after, predicted = _speed(run), predict(run)
     if not after or predicted.fits is False:
         return Change()
-    return Change(edit.advice, after / before - 1, predicted.peak_bytes)
+    return Change(edit.remedy.words, after / before - 1, predicted.peak_bytes, edit.remedy.costs)
 
 
 def _speed(spec: RunSpec) -> float:

@@ -49,15 +49,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the commands."""
-    told = "Build and test the course's editions; pages, timings, handouts and progress for a class."
-    flags = OneLineParser(prog="fsdplab course", description=told, epilog=_EXAMPLES)
+    """Return the flags of the commands."""
+    description = "Build and test the course's editions; pages, timings, handouts and progress for a class."
+    flags = OneLineParser(prog="fsdplab course", description=description, epilog=_EXAMPLES)
     commands = flags.add_subparsers(
         required=True, metavar="build | test | site | tracks | handouts | progress | leaderboard", dest="name"
     )
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], told: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, epilog=_EXAMPLES, help=told)
+    def command(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, epilog=_EXAMPLES, help=does)
         made.set_defaults(command=run)
         return made
 
@@ -77,9 +77,10 @@ def parser() -> argparse.ArgumentParser:
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
     site.add_argument("--live", action="store_true", help="with a page that plans a job in the browser")
     site.add_argument(
-        "--pyodide", metavar="FOLDER|URL",
+        "--pyodide",
+        metavar="FOLDER|URL",
         help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
-    )  # fmt: skip
+    )
     time = command("tracks", _tracks, "minutes and machine time of notebooks and tracks")
     time.add_argument("--source", **_SOURCES)
     time.add_argument("--times", type=Path, help="a CSV file of `course test --times`; default: data/course_times.csv")
@@ -96,8 +97,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _build(asked: argparse.Namespace) -> int:
     built = build_course(asked.source, asked.out or Path(f"course-{asked.edition}"), asked.edition)
-    for path in () if asked.quiet else built.notebooks:
-        print(path)
+    if not asked.quiet:
+        for path in built.notebooks:
+            print(path)
     return 0
 
 
@@ -123,9 +125,12 @@ def _handouts(asked: argparse.Namespace) -> int:
 
 
 def _progress(asked: argparse.Namespace) -> int:
-    asked_for = progress.exercises([path.name[:2] for path in notebooks_in(course_folder())])
-    learners = [progress.learner(*each, asked_for) for each in progress.workspaces_in(asked.folders)]
-    print(harmless("\n".join(progress.table_of(learners, asked_for))))
+    numbers = [path.name[:2] for path in notebooks_in(course_folder())]
+    exercises = progress.exercises(numbers)
+    learners = []
+    for name, workspace in progress.workspaces_in(asked.folders):
+        learners.append(progress.learner(name, workspace, exercises))
+    print(harmless("\n".join(progress.table_of(learners, exercises))))
     return 0
 
 

@@ -21,7 +21,7 @@ from fsdplab.figures import alt_text
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table
 from fsdplab.figures.report.parts import table as html_table
-from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood, told
+from fsdplab.figures.table import COLUMNS, brief, column, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.findings import findings
 from fsdplab.records import RunRecord
@@ -77,11 +77,12 @@ def table(runs: Sequence[RunView]) -> str:
 _TABLE = "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"
 
 
-def _look(column: str, text: str | None) -> dict[str, str]:
-    """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
-    style = f"text-align:{'right' if column in NUMBERS else 'left'};padding:5px 6px"
+def _look(name: str, text: str | None) -> dict[str, str]:
+    """Return a cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
+    row = column(name)
+    style = f"text-align:{'right' if row.flush_right else 'left'};padding:5px 6px"
     if text is not None:
-        style += "" if column in (*WRAPPED, *SHORT) else ";white-space:nowrap"
+        style += "" if row.wraps or row.breaks else ";white-space:nowrap"
         style += f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
     return {"style": style}
 

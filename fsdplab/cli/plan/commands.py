@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 
 TOKENS = Flag(float | None, None, "Tokens of the whole training, such as 15e12: hours and GPU-hours.")
+PRICE = Flag(float | None, None, "Dollars of a GPU-hour: costs are told in dollars.")
 
 add_command(
     app,
@@ -38,7 +39,7 @@ add_command(
     "plan.step:step_answer",
     "Plan one step: memory by category beside the card, traffic, time, and what would fit. The default command.",
     taken(PLAN),
-    {"tokens": TOKENS},
+    {"tokens": TOKENS, "price": PRICE},
     taken(OUTPUTS, "json"),
     shown=(
         "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --world-size 16 --checkpoint full",
@@ -54,7 +55,7 @@ add_command(
     taken(PLAN),
     {
         "tokens": TOKENS,
-        "price": Flag(float | None, None, "Dollars of a GPU-hour: costs are told in dollars."),
+        "price": PRICE,
         "global_batch": Flag(
             int | None,
             None,
@@ -80,13 +81,16 @@ add_command(
         "values": Flag(
             str,
             ...,
-            "A flag and its values: world-size=8..1024 (doubling), or sequence-length=1024,4096.",
+            "A flag and its values: world-size=8..1024 (doubling), sequence-length=1024,4096 or network=ib400,eth100.",
             argument=True,
         )
     },
     taken(PLAN),
     taken(OUTPUTS, "json", "figure"),
-    shown=["fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html"],
+    shown=(
+        "fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html",
+        "fsdplab plan sweep model=llama-3.1-8b,llama-2-13b,llama-3.1-70b --world-size 8 --checkpoint full",
+    ),
 )
 
 add_command(

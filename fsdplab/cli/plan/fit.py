@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
-from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.step import check_tokens, provenance
+from fsdplab.cli.plan.step import check_price, check_tokens, provenance, remedy_parts
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
+from fsdplab.planning.as_flags import changes_in_words, flags, in_short
+from fsdplab.planning.elsewhere import HOST, elsewhere, sentences
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import fewest_gpus, plan_spec, shortfall
-from fsdplab.planning.search import WHY, Candidate, Fit, changes_in_words, fit, flags, in_short
+from fsdplab.planning.planner import fewest_gpus, plan_spec
+from fsdplab.planning.remedies import Remedy, lacking, remedies
+from fsdplab.planning.search import WHY, Candidate, Fit, fit
 
 _BILLION = 1e9
 
@@ -40,20 +42,33 @@ def fit_answer(
 ) -> Answer:
     """Search around the settings: three answers and the best single change."""
     check_tokens(tokens)
-    if price is not None and not 0 < price < 1e6:
-        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+    check_price(price)
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     result = fit(spec, global_batch, [name for name in names if name])
-    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
+    command = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    ways: Iterable[Part] = ()
+    if not result.own.fits:
+        ways = remedy_parts(result.own.spec, command, frozenset(result.kept))
     parts: list[Part] = [
         _table(result, asked),
-        *_reasons(result, begin),
-        _single(result),
+        *_reasons(result, f"{command} --sequence-length {spec.seq}"),
+        *ways,
+        *_single(result),
+        Line(_fewest_gpus(result.own.spec), "fewest GPUs"),
+        *_host(result),
         *_tried(result),
+        Line(spec.gpu.memory_words, "card", "dim"),
         provenance([result.own.plan]),
     ]
     return Answer(parts, _as_dict(result, asked))
+
+
+def _host(result: Fit) -> Iterator[Line]:
+    """Yield what offloaded states take of a node's host memory, and the question for it where it is not known."""
+    for name, words in sentences(elsewhere(result.own.spec)):
+        if name == HOST:
+            yield Line(words, name)
 
 
 def _tried(result: Fit) -> Iterator[Line]:
@@ -75,7 +90,10 @@ def _picks(result: Fit) -> dict[str, Candidate]:
 def _table(result: Fit, asked: Asked) -> Table:
     unit = "$" if asked.price else "GPU-hours"
     what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
-    columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", f"{unit} of {what}")
+    columns = ["", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU"]
+    if asked.tokens:
+        columns.append("hours")
+    columns.append(f"{unit} of {what}")
     named = {"as given": result.own, **_picks(result)}
     rows = [_row(name, candidate, asked) for name, candidate in named.items()]
     return Table(columns, rows, words=("", "plan", "fits"), folds=("plan",))
@@ -89,10 +107,11 @@ def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
         step = plan.time.step_s
     if plan.tokens_per_s_per_gpu:
         speed = three_digits(plan.tokens_per_s_per_gpu)
-    hours = asked.gpu_hours(candidate)
+    hours, long = asked.gpu_hours(candidate), MISSING
     if hours and plan.fits:
-        cost = f"{hours * (asked.price or 1):,.0f}"
-    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, cost)
+        cost, long = f"{hours * (asked.price or 1):,.0f}", f"{hours / spec.gpus:,.1f}"
+    last = (long, cost) if asked.tokens else (cost,)
+    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, *last)
 
 
 def _reasons(result: Fit, begin: str) -> Iterator[Line]:
@@ -108,12 +127,11 @@ def _reasons(result: Fit, begin: str) -> Iterator[Line]:
 
 
 def _nothing_fits(given: Candidate) -> Iterator[Line]:
-    """Yield what the plan that was given lacks, and the fewest GPUs that hold it."""
+    """Yield what the plan that was given lacks."""
     yield Line(f"nothing fits on {given.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
-    lacking = shortfall(given.plan)
-    if lacking:
-        yield Line(lacking, "as given")
-    yield Line(_fewest_gpus(given.spec), "fewest GPUs")
+    missing = lacking(given.plan)
+    if missing:
+        yield Line(missing, "as given")
 
 
 def _fewest_gpus(spec: PlanSpec) -> str:
@@ -125,17 +143,18 @@ def _fewest_gpus(spec: PlanSpec) -> str:
     return f"no number of these GPUs holds it in one node, and no network between nodes is known for {spec.gpu.name}"
 
 
-def _single(result: Fit) -> Line:
+def _single(result: Fit) -> Iterator[Line]:
+    """Yield the best single change of a plan that fits; another one has remedies."""
     given, single = result.own, result.single
     label = "best single change"
+    if not given.fits:
+        return
     if single is None:
-        return Line("none is faster" if given.fits else "none makes it fit", label)
-    effect = "makes it fit"
-    if given.fits:
-        gain = given.expected_s / single.candidate.expected_s - 1
-        effect = f"{percent(gain)} faster"
+        yield Line("none is faster", label)
+        return
+    gain = given.expected_s / single.candidate.expected_s - 1
     peak = f"{size(single.candidate.peak)} at the peak"
-    return Line(f"{changes_in_words(single.changes)}: {effect}, {peak}", label)
+    yield Line(f"{changes_in_words(single.changes)}: {percent(gain)} faster, {peak}", label)
 
 
 def _as_dict(result: Fit, asked: Asked) -> dict[str, Any]:
@@ -147,10 +166,17 @@ def _as_dict(result: Fit, asked: Asked) -> dict[str, Any]:
         "as_given": _candidate(result.own, asked),
         "answers": answers,
         "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, asked)},
+        "remedies": [remedy.as_dict() for remedy in _remedies(result)],
         "global_batch": result.sequences,
         "kept": list(result.kept),
         "tried": {"plans": result.planned, "fit": result.fitting},
     }
+
+
+def _remedies(result: Fit) -> tuple[Remedy, ...]:
+    if result.own.fits:
+        return ()
+    return remedies(result.own.spec, frozenset(result.kept))
 
 
 def _candidate(candidate: Candidate, asked: Asked) -> dict[str, Any]:

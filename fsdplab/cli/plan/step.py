@@ -4,7 +4,7 @@ job; and `fsdplab plan sweep`: a table of many plans, and a figure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
@@ -12,14 +12,17 @@ from fsdplab.cli.errors import refuse
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
+from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
+from fsdplab.planning.memory import memory_of
+from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
-from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, shortfall, sweep
+from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
+from fsdplab.planning.remedies import Remedy, in_cards, lacking, remedies
 from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
@@ -52,15 +55,29 @@ def check_tokens(tokens: float | None) -> None:
         refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
 
 
-def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
+def check_price(price: float | None) -> None:
+    """Refuse a price that no GPU-hour has."""
+    if price is not None and not 0 < price < 1e6:
+        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+
+
+def step_answer(settings: dict[str, Any], tokens: float | None, price: float | None) -> Answer:
     """Plan one step of a model that is known by name or by its `config.json`, or of one in a Python file."""
     check_tokens(tokens)
+    check_price(price)
+    if price is not None and tokens is None:
+        refuse("--price is of the GPU-hours of a training; give its --tokens too, such as 15e12")
     if settings["model"].endswith(".py"):
         return _recorded_answer(settings, tokens)
     plan = plan_of(plan_spec(**settings))
     headline = Line(_headline(plan), mood="bold")
-    times = _named_values(_times(plan, tokens))
-    return Answer((headline, _memory_table(plan), _card(plan), times), plan_json(plan, tokens))
+    card = Line(plan.spec.gpu.memory_words, "card", "dim")
+    ways: Iterable[Part] = ()
+    if not plan.fits:
+        ways = remedy_parts(plan.spec, f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}")
+    times = _named_values(_times(plan, tokens, price))
+    parts = (headline, card, _memory_table(plan), _card(plan), *ways, times)
+    return Answer(parts, plan_json(plan, tokens))
 
 
 def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
@@ -125,10 +142,12 @@ def _headline(plan: Plan) -> str:
     active = ""
     if spec.model.mixture:
         active = f" ({spec.model.active_parameters / 1e9:.3g} B active)"
+    sequences = plural(spec.micro_batch, "sequence")
+    passes = plural(spec.grad_accum, "micro-batch", "micro-batches")
     return (
         f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters{active}, {spec.strategy}{groups} on"
-        f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {spec.micro_batch} x {spec.seq} tokens a micro-batch,"
-        f" {spec.grad_accum} a step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
+        f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {sequences} of {spec.seq:,} tokens a micro-batch, {passes} a"
+        f" step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
     )
 
 
@@ -167,9 +186,9 @@ def _size_or_missing(nbytes: float) -> str:
 
 def _card(plan: Plan) -> Line:
     """Say whether the plan fits the card, and how far its peak may be from what is predicted."""
-    lacking = shortfall(plan)
-    if lacking:
-        return Line(lacking, "does not fit", "bad")
+    missing = lacking(plan)
+    if missing is not None:
+        return Line(missing, "does not fit", "bad")
     memory, peak, card = plan.memory, plan.memory.peak, plan.spec.gpu.memory_bytes
     band = memory_band(plan.spec)
     low, high = band.around(peak.total)
@@ -181,7 +200,29 @@ def _card(plan: Plan) -> Line:
     return Line(words, f"fits: {plan.fitness}", mood)
 
 
-def _times(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
+def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset()) -> Iterator[Part]:
+    """Yield what makes a plan fit that does not: a table, and the command of each row behind `begin`."""
+    ways = remedies(spec, kept)
+    if ways:
+        columns = ("what makes it fit", "peak", "fits", "tokens/s a GPU", "beside that")
+        rows = [_remedy_row(remedy) for remedy in ways]
+        yield Table(columns, rows, words=("what makes it fit", "fits", "beside that"), folds=("beside that",))
+    else:
+        yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
+    for remedy in ways:
+        yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
+    cards = in_cards(spec)
+    if cards:
+        yield Line(cards, "in cards alone")
+
+
+def _remedy_row(remedy: Remedy) -> Sequence[str]:
+    speed = remedy.tokens_per_s
+    shown = three_digits(speed) if speed else MISSING
+    return remedy.words, size(remedy.peak), remedy.fitness, shown, "; ".join(remedy.notes)
+
+
+def _times(plan: Plan, tokens: float | None, price: float | None) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of the traffic, the times and the throughput, as far as they are known."""
     spec, time = plan.spec, plan.time
     yield "sent by a rank a step", _sent(plan.as_dict())
@@ -195,6 +236,9 @@ def _times(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         return
     yield "step", _step_words(time)
     yield "communication alone", _communication(plan, time)
+    peers = peerless_band(spec)
+    if peers:
+        yield "its rate", peers.words
     yield from _advice(spec)
     if spec.pipeline_parallel > 1:
         yield "bubble of the pipeline", f"{bubble(spec):.1%} of a stage's compute, counted as exposed"
@@ -204,9 +248,14 @@ def _times(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     speed = plan.tokens_per_s_per_gpu or 0.0
     yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {plan.mfu or 0.0:.1%})"
     yield "", _speed_band(spec, speed)
+    if plan.fits:
+        yield "largest micro-batch", _largest(spec)
+    yield from sentences(elsewhere(spec))
     hours = plan.hours(tokens) if tokens else None
     if hours:
-        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * spec.gpus:,.0f} GPU-hours"
+        gpu_hours = hours * spec.gpus
+        dollars = f", ${gpu_hours * price:,.0f}" if price else ""
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {gpu_hours:,.0f} GPU-hours{dollars}"
     yield "matrix products reach", reached_words(plan)
     yield "provenance", PREDICTED
 
@@ -217,8 +266,19 @@ def _speed_band(spec: PlanSpec, speed: float) -> str:
     low, high = map(three_digits, band.around(speed))
     words = f"{low} to {high} {band.words}"
     if spec.offload and band.kind != ADAPTERS_OFFLOADED:
-        words += ", none of which offloads"
+        words += "; none of them offloads"
     return words
+
+
+def _largest(spec: PlanSpec) -> str:
+    """Say how far the micro-batch can grow."""
+    most = largest_micro_batch(spec)
+    assert most is not None, "a plan that fits has a micro-batch that does"
+    count = most.micro_batch
+    largest = "this one is the largest"
+    if count > spec.micro_batch:
+        largest = f"--batch-size {count} is the largest that fits"
+    return f"{largest}: {size(memory_of(most).peak.total)} at the peak"
 
 
 def _advice(spec: PlanSpec) -> Iterator[tuple[str, str]]:
@@ -259,38 +319,49 @@ def _copies(spec: PlanSpec, time: StepTime) -> str:
 
 # ---- sweeps
 
-_COLUMNS = ("plan", "peak", "of the card", "sent", "step", "exposed", "tokens/s a GPU", "MFU")
+_COLUMNS = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "tokens/s", "tokens/s a GPU", "MFU")
 
 
 def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
     name, tried = parse_sweep(values)
-    if name == "gpus":
-        settings = settings | {"gpus": tried[0]}
-    plans = sweep(plan_spec(**settings), name, tried)
+    plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
     shown, too_large, rows = [], [], []
     for value, plan in zip(tried, plans):
-        label = f"{name} {value:,}"
+        label = f"{name} {_readable(value)}"
         shown.append(_row(label, plan))
         rows.append({name: value} | plan.as_dict())
-        lacking = shortfall(plan)
-        if lacking:
-            too_large.append(Line(lacking, f"{label}: does not fit", "bad"))
-    parts: list[Part] = [Table(_COLUMNS, shown, words=("plan",)), *too_large, provenance(plans)]
-    return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))
+        missing = lacking(plan)
+        if missing:
+            too_large.append(Line(missing, f"{label}: does not fit", "bad"))
+    if too_large:
+        too_large.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
+    parts: list[Part] = [Table(_COLUMNS, shown, words=("plan", "fits")), *too_large, provenance(plans)]
+
+    def page() -> str:
+        from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
+
+        return page_of(sweep_figure(name, tried, plans))
+
+    return Answer(parts, {"sweep": name, "rows": rows}, page)
+
+
+def _readable(value: Value) -> str:
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _row(label: str, plan: Plan) -> Sequence[str]:
     """Return the cells of `_COLUMNS`; times are missing where the GPU's FLOP/s are not known."""
     peak = plan.memory.peak.total
-    step, exposed, speed, mfu = None, MISSING, MISSING, MISSING
+    step, exposed, speed, of_all, mfu = None, MISSING, MISSING, MISSING, MISSING
     if plan.time:
         step = plan.time.step_s
         exposed = f"{plan.time.exposed_s / step:.0%}"
     if plan.tokens_per_s_per_gpu:
         speed = three_digits(plan.tokens_per_s_per_gpu)
+        of_all = f"{plan.tokens_per_s_per_gpu * plan.spec.gpus:,.0f}"
     if plan.mfu:
         mfu = f"{plan.mfu:.1%}"
-    sent = sum(plan.as_dict()["comm_bytes_per_step"].values())
+    sent = size(sum(plan.as_dict()["comm_bytes_per_step"].values()))
     of_the_card = f"{peak / plan.spec.gpu.memory_bytes:.0%}"
-    return (label, size(peak), of_the_card, size(sent), seconds(step), exposed, speed, mfu)
+    return (label, size(peak), of_the_card, plan.fitness, sent, seconds(step), exposed, of_all, speed, mfu)

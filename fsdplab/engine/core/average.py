@@ -33,7 +33,10 @@ from fsdplab.engine.core.layout import Layout
 class Marks:
     """The marks of some parameters: in every row [..., elements] of a tensor, `places` (int64) along the elements."""
 
-    def __init__(self, places: torch.Tensor) -> None:
+    def __init__(
+        self,
+        places: torch.Tensor,  # [marks] (int64), each an index of an element in a shard
+    ) -> None:
         self.places = places
         self._to_add: dict[tuple[bool, ...], torch.Tensor] = {}
 
@@ -43,7 +46,11 @@ class Marks:
         firsts = [slot.offset // slot.itemsize for slot in layout.slots if slot.chunk_bytes]
         return cls(_filled(torch.empty(len(firsts), dtype=torch.int64, device=device), firsts))
 
-    def to_add(self, missing: Sequence[bool], like: torch.Tensor) -> torch.Tensor | float:
+    def to_add(
+        self,
+        missing: Sequence[bool],  # for each mark, whether this rank lacks the gradient
+        like: torch.Tensor,  # any shape, of the dtype and on the device of what is sent
+    ) -> torch.Tensor | float:
         """Return what a rank adds to its marks: -0.0 where its gradient is missing, 0.0 for the others."""
         if not any(missing):
             return 0.0
@@ -53,18 +60,28 @@ class Marks:
             self._to_add[key] = _filled(like.new_empty(len(key)), signs)
         return self._to_add[key]
 
-    def put(self, tensor: torch.Tensor, marks: torch.Tensor | float) -> None:
+    def put(
+        self,
+        tensor: torch.Tensor,  # [..., elements], changed in place
+        marks: torch.Tensor | float,  # [marks], or one number for all of them
+    ) -> None:
         """Add `marks`, zeros of either sign, in place: 0.0 turns -0.0 into 0.0, and nothing else changes a value."""
         tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
 
-    def found_in(self, *terms: torch.Tensor) -> torch.Tensor:
+    def found_in(
+        self,
+        *terms: torch.Tensor,  # [..., elements] each, of equal shapes
+    ) -> torch.Tensor:
         """Return what `put` adds to carry the marks of the sum of `terms` elsewhere: zeros of the same signs."""
         marks, *others = [term.index_select(-1, self.places) for term in terms]
         for other in others:
             marks = marks + other
         return marks.masked_fill_(marks != 0, 0.0)
 
-    def missing(self, total: torch.Tensor) -> torch.Tensor:
+    def missing(
+        self,
+        total: torch.Tensor,  # [shard elements], the sum of all ranks or their average
+    ) -> torch.Tensor:
         """Return whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
         marks = total.index_select(-1, self.places)
         return (marks == 0) & marks.signbit()
@@ -75,8 +92,11 @@ class Marks:
         return Marks(self.places[inside] - first), inside
 
 
-def _filled(tensor: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    """`tensor` with `values` from the host, which does not wait for the device as it would for a copy."""
+def _filled(
+    tensor: torch.Tensor,  # [values], written in place
+    values: Sequence[float],
+) -> torch.Tensor:
+    """Fill `tensor` with `values` from the host, without waiting for the device as a copy would."""
     for place, value in zip(tensor, values):
         place.fill_(value)
     return tensor
@@ -95,12 +115,19 @@ class Average:
     given: torch.Tensor | float = 0.0
     keeps: bool = False
 
-    def mark(self, packed: torch.Tensor) -> None:
+    def mark(
+        self,
+        packed: torch.Tensor,  # [ranks, shard elements], or [elements] of what one rank is sent; marked in place
+    ) -> None:
         """Mark gradients that were packed, and scaled, into `packed`: a row for each shard."""
         if self.marks is not None:
             self.marks.put(packed, self.given)
 
-    def sum_up(self, terms: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    def sum_up(
+        self,
+        terms: Sequence[torch.Tensor],  # [elements] each, to be added in this order
+        output: torch.Tensor,  # [elements], the average; may be the first of `terms`
+    ) -> None:
         """Leave the average of `terms` in `output`, which may be the first of them: added in that order, low precisions
         in float32. To divide by a power of two is exact before a sum too, and takes no pass of its own there.
         """
@@ -118,9 +145,14 @@ class Average:
 
     @property
     def _is_power_of_two(self) -> bool:
+        """Whether to divide by the factor rounds nothing."""
         return math.frexp(self.factor)[0] == 0.5
 
-    def finish(self, total: torch.Tensor, output: torch.Tensor) -> None:
+    def finish(
+        self,
+        total: torch.Tensor,  # [elements], the sum of all ranks; divided in place
+        output: torch.Tensor,  # [elements], may be the same memory, or of another dtype
+    ) -> None:
         """Leave the average of `total`, a whole sum, in `output`, which may be the same memory."""
 
         def scale() -> None:
@@ -134,7 +166,10 @@ class Average:
         else:
             self.carry([total], output, scale)
 
-    def finish_once(self, total: torch.Tensor) -> Callable[[], object]:
+    def finish_once(
+        self,
+        total: torch.Tensor,  # [elements], the sum of all ranks; divided in place
+    ) -> Callable[[], object]:
         """Return what divides `total` when it is first called: a wait that is repeated must not divide twice."""
         if self.factor == 1.0:
             return lambda: None
@@ -153,7 +188,12 @@ class Average:
 
         return finish
 
-    def carry(self, terms: Sequence[torch.Tensor], target: torch.Tensor, scale: Callable[[], object]) -> None:
+    def carry(
+        self,
+        terms: Sequence[torch.Tensor],  # [elements] each, whose sum has the marks
+        target: torch.Tensor,  # [elements], what `scale` fills; may be one of `terms`
+        scale: Callable[[], object],
+    ) -> None:
         """Run `scale`, which fills `target` from the sum of `terms` and may round; marks that are kept are not lost."""
         if self.marks is None or not self.keeps:
             scale()
@@ -163,15 +203,15 @@ class Average:
         self.marks.put(target, found)
 
     def keeping(self) -> Average:
-        """The same for what is not a whole sum yet: other ranks may look at its marks."""
+        """Return the same for what is not a whole sum yet: other ranks may look at its marks."""
         return replace(self, keeps=True)
 
     def after(self, factor: float) -> Average:
-        """What is left to do once this rank has divided by `factor` before the sum."""
+        """Return what is left to do once this rank has divided by `factor` before the sum."""
         return replace(self, factor=self.factor / factor)
 
     def of_part(self, first: int, count: int) -> Average:
-        """The same of `count` elements from `first` on, whose sum this rank makes for all."""
+        """Return the same for `count` elements from `first` on, whose sum this rank makes for all."""
         if self.marks is None:
             return self
         marks, inside = self.marks.within(first, count)
@@ -179,8 +219,12 @@ class Average:
         return replace(self, marks=marks, given=given).keeping()
 
 
-def _add_scaled(terms: Sequence[torch.Tensor], scale: float, output: torch.Tensor) -> None:
-    """`output = scale * terms[0] + scale * terms[1] + ...` for two terms or more; the first two in one pass."""
+def _add_scaled(
+    terms: Sequence[torch.Tensor],  # [elements] each
+    scale: float,
+    output: torch.Tensor,  # [elements], may be the first of `terms`
+) -> None:
+    """Leave `scale * terms[0] + scale * terms[1] + ...` of two terms or more in `output`; the first two in one pass."""
     first, second, *others = (term.view(1, -1) for term in terms)
     total = output.view(1, -1)
     # the outer product with one number is the sum of two scaled vectors (axpby), which torch has no other name for
@@ -190,5 +234,5 @@ def _add_scaled(terms: Sequence[torch.Tensor], scale: float, output: torch.Tenso
 
 
 def half(divide: float) -> float:
-    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
+    """Return a power of two near the square root of `divide`: half of the division, exact in any precision."""
     return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)

@@ -83,7 +83,7 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def unshard_again(self, unit: Unit) -> None:
-        """A forward of `unit` runs within its backward, or within another; it may have been resharded meanwhile."""
+        """Unshard `unit`, whose forward runs within its backward or within another: it may be sharded again by now."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
@@ -109,6 +109,7 @@ class Runtime(StepOrder):
 
     @torch.no_grad()
     def end_backward(self) -> None:
+        """End the backward of the root, without autograd recording what is done."""
         super().end_backward()
 
     @torch.no_grad()
@@ -118,6 +119,7 @@ class Runtime(StepOrder):
         return [unit for unit in units if unit.memory in memories]
 
     def _hand_out_undecided(self) -> None:
+        """Hand out the gradients that this rank lacked and other ranks had."""
         hand_out_undecided(unit.memory for unit in self.units.values())
 
     @property
@@ -149,7 +151,8 @@ class UnitHooks:
     """
 
     def __init__(self, modules: Sequence[nn.Module], unit: Unit, beside: Sequence[UnitHooks] = ()) -> None:
-        self.unit, self.beside = unit, beside
+        self.unit = unit
+        self.beside = beside
         self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
         self._all = frozenset(id(module) for module in modules)
@@ -186,7 +189,8 @@ class UnitHooks:
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Unshard, cast the inputs, and plant the end of this unit's backward on them."""
-        runtime, unit = self.runtime or bind_root(module), self.unit
+        unit = self.unit
+        runtime = self.runtime or bind_root(module)  # the first unit to run is the root
         if unit is runtime.root and torch.is_grad_enabled():
             runtime.check_before_training(module)
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
@@ -200,17 +204,18 @@ class UnitHooks:
             runtime.before_forward(unit)
             unit.to_run, unit.hidden = set(self._all), False
         device = unit.memory.config.device
-        if unit is runtime.root and device.type != "cpu":
+        if unit is runtime.root and device.type != "cpu":  # as PyTorch's FSDP2: a batch may come from the host
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-        if is_first and torch.is_grad_enabled():
+        if is_first and torch.is_grad_enabled():  # the inputs of the first module have their gradients last
             args, kwargs = self._plant(args, kwargs)
         return args, kwargs
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Reshard the unit once all its modules ran, and ask to be called before its backward."""
-        unit, records = self.unit, torch.is_grad_enabled()
-        if not self.bound.recomputes(unit):
+        unit = self.unit
+        records = torch.is_grad_enabled()
+        if not self.bound.recomputes(unit):  # a recomputation is a part of the backward that has begun already
             has_backward = False
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -262,7 +267,10 @@ class UnitHooks:
             if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor):  # the first is ten times as fast
                 self._ask_part(value)
 
-    def _ask_part(self, tensor: torch.Tensor) -> None:
+    def _ask_part(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> None:
         """Be called before the backward of `tensor`, once: a module may keep a tensor for many forwards."""
         if not tensor.requires_grad or tensor.is_leaf:
             return
@@ -270,7 +278,10 @@ class UnitHooks:
         if not hooks or self._before_backward_of_part not in hooks.values():
             tensor.register_hook(self._before_backward_of_part)
 
-    def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
+    def _before_backward_of_part(
+        self,
+        gradient: torch.Tensor,  # any shape, not looked at
+    ) -> None:
         """Unshard the unit, unless one of its outputs has announced this backward."""
         if self.unit.backward is not RUNNING:
             self.bound.before_backward(self.unit)
@@ -313,29 +324,43 @@ class UnitHooks:
         if id(module) in self.unit.to_run:
             self.runtime.raised = self.unit
 
-    def _ask(self, output: torch.Tensor) -> None:
-        """Be called before the backward of `output`."""
-        output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
+    def _ask(
+        self,
+        output: torch.Tensor,  # any shape, with a gradient to come
+    ) -> None:
+        """Be called before the backward of `output`, with the number of replacements so far."""
+        before_backward = partial(self._before_backward, self.unit.memory.replacements)
+        output.register_hook(before_backward)
         # A view that is written to in place gets another node, and loses its hook; the node of its base stays.
         if output._is_view():
             node = output._base.grad_fn
             if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
                 node.register_prehook(self._before_backward_of_base)
 
-    def _ask_through(self, output: torch.Tensor) -> torch.Tensor:
-        """As `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
+    def _ask_through(
+        self,
+        output: torch.Tensor,  # any shape, any dtype
+    ) -> torch.Tensor:
+        """Do as `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
         if output.requires_grad or not (output.is_floating_point() or output.is_complex()):
             return output
         return _BeginOfBackward.apply(self, output)
 
     @compat.not_compiled
-    def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
+    def _before_backward_of_base(
+        self,
+        gradients: tuple[torch.Tensor, ...],  # any shapes, not looked at
+    ) -> None:
         """Unshard the unit before the backward of the tensor that an output is a view of."""
         if not self.bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
             self.bound.before_backward(self.unit)
 
     @compat.not_compiled
-    def _before_backward(self, replacements: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _before_backward(
+        self,
+        replacements: int,
+        gradient: torch.Tensor,  # any shape, returned as it is
+    ) -> torch.Tensor:
         """Unshard the unit; raise if its shards were replaced since the forward, which counted `replacements`."""
         if self.unit.memory.replacements != replacements:
             raise RuntimeError(
@@ -358,8 +383,15 @@ class UnitHooks:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return args, kwargs
+        # One function of all of them: its backward runs once, when the last of their gradients is there.
         planted = iter(_EndOfBackward.apply(self, *inputs))
-        return map_tensors((args, kwargs), lambda tensor: next(planted) if tensor.requires_grad else tensor)
+
+        def in_place_of(
+            tensor: torch.Tensor,  # any shape
+        ) -> torch.Tensor:
+            return next(planted) if tensor.requires_grad else tensor
+
+        return map_tensors((args, kwargs), in_place_of)
 
 
 class _Identity(torch.autograd.Function):
@@ -369,6 +401,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keep the hooks, and how often the unit's shards had been replaced at the forward."""
         ctx.hooks, ctx.replacements = inputs[0], inputs[0].unit.memory.replacements
 
 
@@ -376,15 +409,28 @@ class _EndOfBackward(_Identity):
     """The identity on a unit's inputs: its backward ends that of the unit. Tangents pass as they are."""
 
     @staticmethod
-    def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        hooks: UnitHooks,
+        *inputs: torch.Tensor,  # any shapes, returned as they are
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs themselves."""
         return inputs
 
     @staticmethod
-    def jvp(ctx: Any, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def jvp(
+        ctx: Any,
+        _: object,
+        *tangents: torch.Tensor,  # any shapes, returned as they are
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tangents themselves."""
         return tangents
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+    def backward(
+        ctx: Any,
+        *gradients: torch.Tensor,  # any shapes, returned as they are; `hooks` has none
+    ) -> tuple:
+        """End the unit's backward: all gradients of its inputs are there."""
         ctx.hooks.after_backward()
         return None, *gradients
 
@@ -393,15 +439,28 @@ class _BeginOfBackward(_Identity):
     """The identity on an output, and on its tangent: its backward unshards the unit first."""
 
     @staticmethod
-    def forward(hooks: UnitHooks, output: torch.Tensor) -> torch.Tensor:
+    def forward(
+        hooks: UnitHooks,
+        output: torch.Tensor,  # any shape, returned as it is
+    ) -> torch.Tensor:
+        """Return the output itself."""
         return output
 
     @staticmethod
-    def jvp(ctx: Any, _: object, tangent: torch.Tensor | None) -> torch.Tensor | None:
+    def jvp(
+        ctx: Any,
+        _: object,
+        tangent: torch.Tensor | None,  # any shape, as the output; None: it has none
+    ) -> torch.Tensor | None:
+        """Plant the same identity on the tangent: a backward may come through it."""
         return None if tangent is None else _BeginOfBackward.apply(ctx.hooks, tangent)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(
+        ctx: Any,
+        gradient: torch.Tensor,  # any shape, returned as it is; `hooks` has none
+    ) -> tuple:
+        """Begin the unit's backward."""
         return None, ctx.hooks._before_backward(ctx.replacements, gradient)
 
 
@@ -448,7 +507,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
                 " module first, so that it becomes the root of all units"
             )
         hooks.unit.memory.module_names = names
-        title = "+".join(names)
+        title = "+".join(names)  # "blocks.0", or "embedding+head" of two modules that form one unit
         if not title:
             title = "(root)" if ["root"] in names_of.values() else "root"  # a module may be called root
         hooks.unit.memory.name = title
@@ -459,7 +518,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
     runtime = Runtime({hooks.unit.name: hooks.unit for hooks in names_of}, prefetch)
     for hooks in names_of:
         hooks.runtime = runtime
-        if hooks.unit.reshard_after_forward is None:
+        if hooks.unit.reshard_after_forward is None:  # all but the root, whose backward comes at once
             hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
         hooks.watch_parts()
     return runtime

@@ -130,11 +130,12 @@ class Layout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """A shard from its first word to its last: slots that hold anything, and the gaps behind them."""
-        found, ends = [], [slot.offset for slot in self.slots[1:]] + [self.shard_bytes]
+        pieces = []
+        ends = [slot.offset for slot in self.slots[1:]] + [self.shard_bytes]
         for slot, end in zip(self.slots, ends):
             gap = end - slot.offset - slot.chunk_bytes
-            found += [Piece(slot, slot.chunk_bytes // self.word), Piece(None, gap // self.word)]
-        return tuple(piece for piece in found if piece.words)
+            pieces += [Piece(slot, slot.chunk_bytes // self.word), Piece(None, gap // self.word)]
+        return tuple(piece for piece in pieces if piece.words)
 
     @cached_property
     def piece_words(self) -> list[int]:
@@ -143,4 +144,5 @@ class Layout:
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
+    """Round `nbytes` up to a multiple of `alignment`: 20 bytes to 32 for 16."""
     return -(-nbytes // alignment) * alignment

@@ -68,7 +68,7 @@ class UnitMemory(GradientMemory):
         near = None
         if self.fewer_ranks is not None:
             near = self.fewer_ranks.transport
-        in_order = (self.config.shard, self.config.replicate, near)
+        in_order = (self.config.shard, self.config.replicate, near)  # None where the unit has none of the kind
         return [transport for transport in in_order if transport is not None]
 
     def moved(self, before: str, after: str, phase: str) -> None:
@@ -80,8 +80,9 @@ class UnitMemory(GradientMemory):
 
     def shard(self) -> None:
         """Keep this rank's rows of every parameter and let the rest go."""
-        rows = layout_of(self.params, [param.dtype for param in self.params], self.config.ranks)
-        for param, slot in zip(self.params, rows.slots):
+        dtypes = [param.dtype for param in self.params]
+        layout = layout_of(self.params, dtypes, self.config.ranks)
+        for param, slot in zip(self.params, layout.slots):
             start, stop = slot.span(self.config.rank)
             param.cut(start, stop)
         self.take_over_replaced()
@@ -92,18 +93,22 @@ class UnitMemory(GradientMemory):
         Where the shards are views of what was gathered, their fingerprint is compared with the one that was taken then.
         Where neither is possible, they count as changed.
         """
-        if self.plan.parted or not all(param.is_shown and param.keeps_shard() for param in self.params):
+        if self.plan.parted:
+            return True
+        if not all(param.is_shown and param.keeps_shard() for param in self.params):
             return True
         if not self.params or compat.is_fake(self.whole.tensor):
             return False
         if self.plan.aliased:
             return self.config.shard is not None and self._differs_from_sent()
 
+        # Compared one by one, when the next result is asked for.
         rows = self.plan.layout.spans(self.config.rank)
-        differ = (param.differs(start, stop) for param, (start, stop) in zip(self.plan.plain, rows))
-        if self.config.device.type == "cpu":
-            return any(differ)  # after an optimizer's step the first parameter differs, and the others are not read
-        flags = [torch.as_tensor(differs, device=self.config.device) for differs in differ]
+        results = (param.differs(start, stop) for param, (start, stop) in zip(self.plan.plain, rows))
+        device = self.config.device
+        if device.type == "cpu":
+            return any(results)  # after an optimizer's step the first parameter differs, and the others are not read
+        flags = [torch.as_tensor(differs, device=device) for differs in results]
         return torch.stack(flags).any()  # on the device: the host reads it for all units at once
 
     def _differs_from_sent(self) -> bool | torch.Tensor:
@@ -113,6 +118,7 @@ class UnitMemory(GradientMemory):
         return self._sent != self._fingerprint()
 
     def _fingerprint(self) -> torch.Tensor:
+        """Return a number, 0-d (int64), that tells whether one of the shards has changed."""
         return fingerprint([param.local for param in self.plan.plain])
 
     @compat.outside_modes
@@ -125,6 +131,7 @@ class UnitMemory(GradientMemory):
             return False
         for param in self.params:
             param.find()
+        # The list itself stays: `fewer_ranks` holds it too.
         self.params[:] = [in_its_form(param) for param in self.params]
         if self.plan.is_outdated(self.params):
             self._lay_out()
@@ -142,12 +149,13 @@ class UnitMemory(GradientMemory):
 
         A shard has a place if nobody else holds it, and nobody holds the one that lay there before it.
         """
-        lies_apart = self.plan.aliased != self.plan.aliasable
+        lies_apart = self.plan.aliased != self.plan.aliasable  # it was planned for one that could not move
         if lies_apart or not all(param.has_place() for param in self.plan.plain):
             self._choose_buffers()
         self._apart = False
         for param, slot in zip(self.plan.plain, self.plan.rest_layout.slots):
             if param.has_place():
+                # The buffer takes memory here, and not where no shard may move into it.
                 buffer = self.whole.tensor if self.plan.aliased else self._make_shards()
                 param.settle(self._rows_in(buffer, param, slot))
             else:
@@ -170,11 +178,16 @@ class UnitMemory(GradientMemory):
         elif self.plan.aliased:
             self._lay_out(apart=True)
 
-    def _rows_in(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
-        """Return where this rank's rows of `param` belong in `buffer`, [bytes], which is the whole or the shards."""
+    def _rows_in(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), the whole or the shards
+        param: ShardedParam,
+        slot: Slot,
+    ) -> torch.Tensor:
+        """Return where this rank's rows of `param` belong in `buffer`: [rows, *others], rows first."""
         start, stop = slot.span(self.config.rank)
         offset = slot.offset
-        if self.plan.aliased:
+        if self.plan.aliased:  # the rows of the ranks before this one come first
             offset = slot.whole_offset + start * slot.row_bytes
         rows = buffer.narrow(0, offset, (stop - start) * slot.row_bytes)
         return rows.view(param.dtype).view(stop - start, *param.shape[1:])
@@ -241,24 +254,34 @@ class UnitMemory(GradientMemory):
         """Return this rank's shards in the dtype that is sent: those at rest themselves, or made from them."""
         resident = None
         if self.plan.travels_as_it_rests and self.config.storage.device == self.config.device:
-            resident = self._in_one_piece() if self._apart else self.shards
+            resident = self.shards
+            if self._apart:
+                resident = self._in_one_piece()
         return SendShard(self.plan.layout.shard_bytes, self.plan.wire_dtype, self._write, resident)
 
     def _in_one_piece(self) -> torch.Tensor:
-        """Copy shards that lie apart into one piece, where peers may read it: either all ranks send what lies there
-        already, or none does.
+        """Copy shards that lie apart into one piece, [shard_bytes] (uint8), where peers may read it.
+
+        Either all ranks send what rests there, or none does: so a rank whose shards lie apart makes such memory too.
         """
         assert self.config.shard is not None, "nobody to send it to"
-        piece = self.config.shard.storage(self.config.device).make(self.plan.layout.shard_bytes, self.name)
+        storage = self.config.shard.storage(self.config.device)
+        piece = storage.make(self.plan.layout.shard_bytes, self.name)
         self._fill(piece)
         return piece
 
-    def _write(self, target: torch.Tensor) -> Pending:
-        """Begin to write this rank's shards, in the dtypes that are sent, into `target`, [shard_bytes]."""
+    def _write(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> Pending:
+        """Begin to write this rank's shards, in the dtypes that are sent, into `target`."""
         return self.config.storage.send(self._fill, target)
 
-    def _fill(self, target: torch.Tensor) -> None:
-        """Write this rank's shards into `target`, [shard_bytes], from wherever they lie."""
+    def _fill(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> None:
+        """Write this rank's shards into `target` from wherever they lie."""
         plan = self.plan
         if plan.aliased:
             cut_out(self.config.rank, self.whole, target)
@@ -273,34 +296,47 @@ class UnitMemory(GradientMemory):
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
 
-    def _copy_apart(self, target: torch.Tensor) -> None:
-        """Copy every shard from where it lies to its place in `target`, [shard_bytes]."""
+    def _copy_apart(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> None:
+        """Copy every shard from where it lies to its place in `target`."""
         plan = self.plan
+        places = chunks(target, plan.layout, plan.compute_dtypes)  # of those parameters that have elements
         filled = [param for param, slot in zip(plan.plain, plan.layout.slots) if slot.chunk_bytes]
-        shards = [param.local.to(self.config.device, non_blocking=True) for param in filled]
-        places = chunks(target, plan.layout, plan.compute_dtypes)
-        # A place has the rows of the rank that holds most; this rank may hold fewer.
-        rows = [place[: shard.numel()].view(shard.shape) for place, shard in zip(places, shards)]
+        shards = []
+        rows = []
+        for param, place in zip(filled, places):
+            shard = param.local.to(self.config.device, non_blocking=True)
+            shards.append(shard)
+            # A place has the rows of the rank that holds most; this rank may hold fewer.
+            rows.append(place[: shard.numel()].view(shard.shape))
         torch._foreach_copy_(rows, shards, non_blocking=True)
 
-    def _cast(self, shards: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `shards` [bytes at rest] into `target` [bytes that are sent], casting each parameter."""
+    def _cast(
+        self,
+        shards: torch.Tensor,  # [shard_bytes at rest] (uint8)
+        target: torch.Tensor,  # [shard_bytes as sent] (uint8)
+    ) -> None:
+        """Copy `shards` into `target`, casting each parameter."""
         plan = self.plan
         if plan.casts_at_once:
             source = shards.view(plan.rest_dtypes[0])
             target.view(plan.compute_dtypes[0]).copy_(source, non_blocking=True)
             return
+        # The parts of the buffer that stays are cut once; those of a copy on the device are cut each time.
         at_rest = self._chunks
         if at_rest is None or shards is not self.shards:
             at_rest = chunks(shards, plan.rest_layout, plan.rest_dtypes)
         if shards is self.shards:
-            self._chunks = at_rest  # views of a buffer that stays
-        torch._foreach_copy_(chunks(target, plan.layout, plan.compute_dtypes), at_rest, non_blocking=True)
+            self._chunks = at_rest
+        sent = chunks(target, plan.layout, plan.compute_dtypes)
+        torch._foreach_copy_(sent, at_rest, non_blocking=True)
 
     def arrived(self) -> None:
         """Put the unsharded parameters into their own order, once all shards are in the whole."""
         self._lay_in_whole()
-        if self._kept is None:
+        if self._kept is None:  # a gather from fewer ranks has written them in their own order
             for param in self.plan.plain:
                 param.join()
 
@@ -368,14 +404,17 @@ def unchanged(memories: Sequence[UnitMemory]) -> set[UnitMemory]:
 
     The ranks exchange one byte for each. All units over the same ranks share one exchange and one read of the device.
     """
+    over: dict[Transport | None, list[UnitMemory]] = {}  # None: one rank
+    for memory in memories:
+        over.setdefault(memory.config.shard, []).append(memory)
     same: set[UnitMemory] = set()
-    for transport in dict.fromkeys(memory.config.shard for memory in memories):
-        asked = [memory for memory in memories if memory.config.shard is transport]
-        device = asked[0].config.device
-        flags = torch.stack([torch.as_tensor(memory.changed(), device=device) for memory in asked]).to(torch.uint8)
+    for transport, sharing in over.items():
+        device = sharing[0].config.device
+        changed = [torch.as_tensor(memory.changed(), device=device) for memory in sharing]
+        flags = torch.stack(changed).to(torch.uint8)  # [units], of this rank
         if transport is not None:
-            flags = transport.largest(flags)
-        for memory, changed in zip(asked, flags.tolist()):
-            if not changed:
+            flags = transport.largest(flags)  # 1 where any rank has other shards
+        for memory, is_changed in zip(sharing, flags.tolist()):
+            if not is_changed:
                 same.add(memory)
     return same

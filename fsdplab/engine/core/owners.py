@@ -32,18 +32,22 @@ class Matrix:
 
     @classmethod
     def sharded(cls, shape: Shape, dim: int, ranks: int) -> Matrix:
-        """As `Shard(dim)` of a DTensor cuts it: chunks of equal length, of which the last may be short or empty."""
+        """Cut a matrix as `Shard(dim)` of a DTensor does: chunks of equal length; the last may be short or empty."""
         chunk = -(-shape[dim] // ranks)
-        return cls(shape, dim, tuple(max(0, min(chunk, shape[dim] - rank * chunk)) for rank in range(ranks)))
+        lengths = []  # of 5 rows on 4 ranks: 2, 2, 1, 0
+        for rank in range(ranks):
+            behind = shape[dim] - rank * chunk
+            lengths.append(max(0, min(chunk, behind)))
+        return cls(shape, dim, tuple(lengths))
 
     @classmethod
     def replicated(cls, shape: Shape, ranks: int) -> Matrix:
-        """On every rank."""
+        """Describe a matrix that every rank holds."""
         return cls(shape, None, (0,) * ranks)
 
     @classmethod
     def held_by(cls, rank: int, shape: Shape, ranks: int) -> Matrix:
-        """On one rank alone, such as an expert of a stack that is cut between experts."""
+        """Describe a matrix that one rank holds alone, such as an expert of a stack that is cut between experts."""
         return cls(shape, 0, tuple(shape[0] if other == rank else 0 for other in range(ranks)))
 
     @property
@@ -54,22 +58,22 @@ class Matrix:
     @property
     def holder(self) -> int | None:
         """The rank that has all of it while no other has; None where there is no such rank."""
-        return None if self.dim is None or self.shape[self.dim] not in self.lengths else self._fullest
-
-    @property
-    def _fullest(self) -> int:
+        if self.dim is None or self.shape[self.dim] not in self.lengths:
+            return None
         return max(range(len(self.lengths)), key=self.lengths.__getitem__)
 
     def part(self, rank: int) -> Shape:
-        """The shape of what `rank` gets back."""
+        """Return the shape of what `rank` gets back."""
         if self.dim is None:
             return self.shape
         rows, columns = self.shape
-        return (self.lengths[rank], columns) if self.dim == 0 else (rows, self.lengths[rank])
+        if self.dim == 0:
+            return self.lengths[rank], columns
+        return rows, self.lengths[rank]
 
     def sent(self, rank: int, owner: int) -> int:
-        """Elements that `rank` contributes for `owner` to compute with."""
-        if self.dim is None:
+        """Return how many elements `rank` contributes for `owner` to compute with."""
+        if self.dim is None:  # the owner has all of it
             return self.numel if rank == owner else 0
         return prod(self.part(rank))
 
@@ -100,7 +104,7 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
     of the best possible), so every bucket is balanced about as well as all of them. A matrix that one rank holds
     alone is its own.
     """
-    load = [0.0] * ranks
+    load = [0.0] * ranks  # what each rank has to compute so far
     for matrix, cost in zip(matrices, costs):
         if matrix.holder is not None:
             load[matrix.holder] += cost
@@ -119,11 +123,13 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
         if elements >= bucket_elements and len(numbers) >= ranks:
             buckets.append(Bucket(tuple(numbers), tuple(owners)))
             numbers, owners, elements = [], [], 0
-    return [*buckets, Bucket(tuple(numbers), tuple(owners))] if numbers else buckets
+    if numbers:  # the last one may not be full
+        buckets.append(Bucket(tuple(numbers), tuple(owners)))
+    return buckets
 
 
 def elements_sent(matrices: Sequence[Matrix], bucket: Bucket, rank: int) -> tuple[int, int]:
-    """Elements that `rank` sends to other ranks for a bucket: to the owners, and back from it.
+    """Return how many elements `rank` sends to other ranks for a bucket: to the owners, and back from it.
 
     >>> matrices = [Matrix.sharded((4, 4), 0, 2), Matrix.sharded((4, 4), 0, 2)]
     >>> elements_sent(matrices, Bucket((0, 1), (0, 1)), rank=0)

@@ -41,7 +41,9 @@ class ShardedParam:
     replacements = 0  # how often, in this process, a parameter at rest was found to be replaced
 
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
-        self.name, self.axes, self.dim = name, axes, dim or 0
+        self.name = name
+        self.axes = axes
+        self.dim = dim or 0
         self._whole_at_rest = dim is None
         # What it is: whole and at rest, as DTensors (None: plain), and the local part of the whole.
         self.whole_spec: DTensorSpec | None = getattr(original, "_spec", None)
@@ -72,13 +74,19 @@ class ShardedParam:
         self._home = 0  # address of its place in the buffer of its unit; 0: it was never there
         self._given: compat.StorageWeakRef | None = None  # the storage of what was put there last
 
-    def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
+    def rows_first(
+        self,
+        tensor: torch.Tensor,  # any shape, in the parameter's own order
+    ) -> torch.Tensor:
         """Return `tensor`, in the parameter's own order, with the dimension that is cut first."""
         if self.dim == 0:
             return tensor
         return tensor.movedim(self.dim, 0)
 
-    def natural(self, rows: torch.Tensor) -> torch.Tensor:
+    def natural(
+        self,
+        rows: torch.Tensor,  # [rows, *others], the dimension that is cut first
+    ) -> torch.Tensor:
         """Return `rows`, [rows, *others], with their dimensions in the parameter's own order."""
         if self.dim == 0:
             return rows
@@ -91,12 +99,18 @@ class ShardedParam:
         original = self.at_rest
         local = self._rows_of(local_part(original), start, stop)
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
+        # What users have put on the parameter goes with it: attributes, hooks.
         compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
         self.at_rest._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
         self.show(self.at_rest)
 
-    def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _rows_of(
+        self,
+        original: torch.Tensor,  # any shape, in the parameter's own order: the local part before sharding
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
         """Return rows [start, stop) of `original` as the shard at rest."""
         return compat.own_storage(original.narrow(self.dim, start, stop - start))
 
@@ -150,7 +164,7 @@ class ShardedParam:
 
     def is_untouched(self) -> bool:
         """Whether nobody has replaced the parameter or its shard since `settle`; False also where nothing tells."""
-        if self._held is None or self._setters:
+        if self._held is None or self._setters:  # a module with its own `__setattr__` may keep it elsewhere too
             return False
         for parameters, attribute in self._entries:
             if parameters.get(attribute) is not self.at_rest:
@@ -162,6 +176,7 @@ class ShardedParam:
         """Whether the parameter at rest holds the same memory as when its unit took it over."""
         if not isinstance(self.at_rest, DTensor):
             return self.settled()
+        # Three ways to put other values there: another local tensor, other memory under it, another `.data`.
         local = self.at_rest._local_tensor
         if local is not self._held or compat.address_of(local) != self._address:
             return False
@@ -173,7 +188,9 @@ class ShardedParam:
         Returns a tensor where only the device knows the result.
         """
         gathered = local_part(self.unsharded).narrow(self.dim, start, stop - start)
-        return compat.differ(gathered, self.local.to(gathered.device, gathered.dtype))
+        # Cast as a gather casts: what bfloat16 does not show makes no difference to a forward.
+        at_rest = self.local.to(gathered.device, gathered.dtype)
+        return compat.differ(gathered, at_rest)
 
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
@@ -219,7 +236,12 @@ class ShardedParam:
         for module, attribute in places:
             module._parameters[attribute] = shown[0]
 
-    def _check_replacement(self, new: torch.Tensor, module: nn.Module, attribute: str) -> None:
+    def _check_replacement(
+        self,
+        new: torch.Tensor,  # any shape: what `module` shows now
+        module: nn.Module,
+        attribute: str,
+    ) -> None:
         """Raise where `new`, which was put in place of the shards, cannot be trained in their place."""
         what = f"parameter {attribute!r} of {type(module).__name__}, which was sharded, was replaced by"
         if self.spec is not None and not isinstance(new, DTensor):
@@ -242,7 +264,10 @@ class ShardedParam:
                 " detach it (and require its gradient, if that is wanted)"
             )
 
-    def _check_wrapper(self, at_rest: torch.Tensor) -> None:
+    def _check_wrapper(
+        self,
+        at_rest: torch.Tensor,  # any shape, a DTensor
+    ) -> None:
         """Raise where `.data` of a DTensor was set, which leaves its local tensor, the values, as it was."""
         if compat.storage_id(at_rest) != self._wrapper:
             raise RuntimeError(
@@ -250,7 +275,10 @@ class ShardedParam:
                 " keeps its local tensor); write with parameter.copy_(value) under torch.no_grad()"
             )
 
-    def _note_replacement_by(self, new: torch.Tensor) -> None:
+    def _note_replacement_by(
+        self,
+        new: torch.Tensor,  # any shape: what the sites show now
+    ) -> None:
         """Mark the parameter that `new` replaces, with its gradient, for an optimizer that still holds it."""
         ShardedParam.replacements += 1
         self.at_rest._replaced_at_rest = self.at_rest.grad
@@ -286,7 +314,10 @@ class ShardedParam:
         """Forget where the shard lay: its unit has another buffer now, or none yet."""
         self._home, self._given = 0, None
 
-    def settle(self, place: torch.Tensor) -> None:
+    def settle(
+        self,
+        place: torch.Tensor,  # [rows of this rank, *others], rows first: a view of the unit's buffer
+    ) -> None:
         """Move the shard at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
         place = place.view(self._own_order(place.shape))
         local = self.local
@@ -303,7 +334,10 @@ class ShardedParam:
         """Leave the shard at rest in its own memory, which others hold too; copy it if that is not on `device`."""
         self._hold(self.local.to(device))
 
-    def _hold(self, local: torch.Tensor) -> None:
+    def _hold(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> None:
         """Have the parameter at rest hold `local`, and note where that lies."""
         at_rest = self.at_rest
         moved = at_rest.device != local.device
@@ -320,19 +354,28 @@ class ShardedParam:
 
     # ---- the gathered form
 
-    def back(self, whole: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
+    def back(
+        self,
+        whole: torch.Tensor,  # [whole_bytes] (uint8), all rows of every parameter
+        offset: int,  # bytes from the start of `whole`
+        dtype: torch.dtype,
+    ) -> None:
         """Put the gathered form over the memory of `whole`, [bytes], `offset` from its start.
 
         The parameter object stays while its dtype does: autograd may have recorded it, and will leave a gradient on it.
         """
-        value = _alias(whole, offset // dtype.itemsize, self._own_order(self.shape), dtype)
+        own_shape = self._own_order(self.shape)
+        value = _alias(whole, offset // dtype.itemsize, own_shape, dtype)
         if self.gathered is not None and self.gathered.dtype == dtype and self.whole_spec is None:
             self.gathered.data = value
             return
         gathered = self.as_gathered(wrapped(value, self.whole_spec))
         self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
 
-    def as_gathered(self, value: torch.Tensor) -> nn.Parameter:
+    def as_gathered(
+        self,
+        value: torch.Tensor,  # any shape, in the parameter's own order: the whole, or its DTensor
+    ) -> nn.Parameter:
         """Return the parameter that modules show while `value`, the whole, is there, with its hooks."""
         trains = value.is_floating_point() or value.is_complex()
         gathered = nn.Parameter(value, requires_grad=trains)
@@ -365,7 +408,10 @@ class ShardedParam:
                 parts.append(_alias(value, offset, self._own_order((held, *others))))
         self.write(torch.cat(parts, self.dim))
 
-    def write(self, whole: torch.Tensor) -> None:
+    def write(
+        self,
+        whole: torch.Tensor,  # any shape, in the parameter's own order
+    ) -> None:
         """Give the gathered form the values of `whole`, in the parameter's own order.
 
         It writes through an alias: autograd may have saved the gathered form, whose version must not change.
@@ -375,6 +421,7 @@ class ShardedParam:
 
     def _own_order(self, rows_first: Sequence[int]) -> tuple[int, ...]:
         """Put a shape with the dimension that is cut first into the parameter's own order."""
+        # (rows, a, b) of a parameter that is cut along dimension 1 is (a, rows, b) in its own order.
         first, *others = rows_first
         return (*others[: self.dim], first, *others[self.dim :])
 
@@ -394,7 +441,8 @@ class ShardedParam:
         gathered = self.gathered
         if gathered is None or gathered.grad is None:
             return
-        gradient, gathered.grad = gathered.grad, None
+        gradient = gathered.grad
+        gathered.grad = None
         if gradient.layout is not torch.strided:  # of an embedding with `sparse=True`: other ranks have other rows
             gradient = gradient.to_dense()
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
@@ -411,7 +459,10 @@ class ShardedParam:
         at_rest = self.at_rest
         return at_rest.grad is not None or bool(at_rest._backward_hooks or at_rest._post_accumulate_grad_hooks)
 
-    def give_gradient(self, local: torch.Tensor) -> None:
+    def give_gradient(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read.
 
         Hooks on the parameter at rest are called as autograd would call them.
@@ -420,7 +471,7 @@ class ShardedParam:
         if at_rest._backward_hooks:
             changed = apply_hooks(at_rest._backward_hooks, self._as_at_rest(local))
             local = compat.local_of(changed)
-        held = at_rest.grad
+        held = at_rest.grad  # of an earlier step that was not zeroed, or of an earlier reduction of this one
         if held is not None:
             compat.local_of(held).add_(local)
         else:
@@ -429,7 +480,10 @@ class ShardedParam:
             for hook in list(at_rest._post_accumulate_grad_hooks.values()):
                 hook(at_rest)
 
-    def _as_at_rest(self, local: torch.Tensor) -> torch.Tensor:
+    def _as_at_rest(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> torch.Tensor:
         """Return a part of the gradient as the parameter at rest has it: a DTensor, where that is one."""
         if self.spec is None:
             return local
@@ -451,12 +505,18 @@ class ShardedParam:
                 yield module, attribute
 
 
-def _same_cut(spec: DTensorSpec, expected: DTensorSpec) -> bool:
+def _same_cut(
+    spec: DTensorSpec,  # of what was put in place of the shards
+    expected: DTensorSpec,  # of the shards
+) -> bool:
     """Whether two DTensors have the same shape, and are cut alike over the same ranks."""
     return (spec.shape, spec.placements, spec.mesh) == (expected.shape, expected.placements, expected.mesh)
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_alike(
+    one: torch.Tensor,  # any shape
+    other: torch.Tensor,  # any shape
+) -> bool:
     """Whether two parameters hold the same values, on this rank."""
     if one is other:
         return True
@@ -472,7 +532,12 @@ def _report_gradient(param: ShardedParam | None) -> None:
         param.on_gradient()
 
 
-def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _alias(
+    like: torch.Tensor,  # any shape: its storage is what counts
+    offset: int,  # elements of `dtype` before the alias
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return elements of the storage of `like`, from `offset` on, with a version counter of their own."""
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
-    return empty.set_(like.untyped_storage(), offset, tuple(shape))
+    return empty.set_(like.untyped_storage(), offset, tuple(shape))  # a view would share the version counter

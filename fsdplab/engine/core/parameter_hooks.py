@@ -26,29 +26,42 @@ class HooksOfWhole:
         self._hooks = hooks
 
     @classmethod
-    def of(cls, original: torch.Tensor, move: bool) -> HooksOfWhole:
-        """Those of `original`. `move`: take them off it, since it stays a parameter of the model, whose own hooks see
-        the reduced gradient.
+    def of(
+        cls,
+        original: torch.Tensor,  # any shape: the parameter before sharding
+        move: bool,
+    ) -> HooksOfWhole:
+        """Take the hooks of `original`. `move`: take them off it, since it stays a parameter of the model, whose own
+        hooks see the reduced gradient.
         """
         hooks = original._backward_hooks
         if move and hooks is not None:
             original._backward_hooks = None
         return cls(OrderedDict() if hooks is None else hooks)
 
-    def put_on(self, whole: torch.Tensor, dtype: torch.dtype) -> None:
+    def put_on(
+        self,
+        whole: torch.Tensor,  # any shape: the gathered form
+        dtype: torch.dtype,  # of the parameter, in which the hooks expect gradients
+    ) -> None:
         """Have autograd call them with gradients of `whole`, in the `dtype` that the parameter had."""
         if not self._hooks:
             return
 
-        def call(gradient: torch.Tensor) -> torch.Tensor:
+        def call(
+            gradient: torch.Tensor,  # of the shape and dtype of `whole`
+        ) -> torch.Tensor:
             changed = apply_hooks(self._hooks, gradient.to(dtype))
             return changed.to(gradient.dtype)
 
         whole.register_hook(call)
 
 
-def apply_hooks(hooks: Mapping[int, Hook], gradient: torch.Tensor) -> torch.Tensor:
-    """What `hooks` make of `gradient`, one after the other; one that returns None leaves it as it is."""
+def apply_hooks(
+    hooks: Mapping[int, Hook],
+    gradient: torch.Tensor,  # any shape
+) -> torch.Tensor:
+    """Return what `hooks` make of `gradient`, one after the other; one that returns None leaves it as it is."""
     for hook in list(hooks.values()):
         changed = hook(gradient)
         if changed is None:

@@ -36,7 +36,9 @@ class Axes:
     @property
     def shard_ranks(self) -> int:
         """Over how many ranks shards are cut."""
-        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+        if not self.shards:
+            return 1
+        return self.mesh.size(self.mesh.ndim - 1)
 
 
 def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
@@ -60,7 +62,7 @@ def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
             )
     # Several dimensions that replicate count as one, and so do several that shard.
     parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
-    joined = parts[0] if len(parts) == 1 else compat.concatenated(parts)
+    joined = compat.concatenated(parts)  # of one part, that part itself
     replicated = [names.index(name) for name in dims.replicate_names]
     cut = [names.index(name) for name in dims.shard_names]
     return Axes(joined, bool(cut), mesh, named=(*replicated, *cut), cut=tuple(cut))
@@ -87,12 +89,19 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names]._flatten("_".join(names))
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(
+    parameter: torch.Tensor,  # any shape, plain or a DTensor
+) -> torch.Tensor:
     """Return what this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
     return compat.local_of(parameter).detach()
 
 
-def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+def spec_at_rest(
+    name: str,
+    parameter: torch.Tensor,  # any shape, plain or a DTensor of tensor or expert parallelism
+    axes: Axes,
+    dim: int,  # the dimension to cut
+) -> DTensorSpec:
     """Return the description of the shards of `parameter`, cut along `dim`; raise where it does not fit the mesh.
 
     On 2 replicas x 4 shards a plain parameter becomes `(Replicate(), Shard(0))`, and one that tensor parallelism has
@@ -104,14 +113,20 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
     if not isinstance(parameter, DTensor):
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return DTensorSpec(axes.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
+    # Tensor parallelism has cut first: of 8 rows on 2 x 2 ranks each of its ranks has 4, of which a shard is 2.
     spec = parameter._spec
     cut = compat.shard_beside(dim, spec.num_shards_map[dim])
     joined = compat.concatenated([axes.mesh, spec.mesh])
     return DTensorSpec(joined, (*replicas, cut, *spec.placements), tensor_meta=spec.tensor_meta)
 
 
-def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
-    """As `spec_at_rest`, of a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
+def _on_full_mesh(
+    name: str,
+    parameter: torch.Tensor,  # any shape, a DTensor on the full mesh
+    axes: Axes,
+    dim: int,  # the dimension to cut
+) -> DTensorSpec:
+    """Do as `spec_at_rest` for a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via"
@@ -149,21 +164,29 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
     meshes = [axes.full[axes.full.mesh_dim_names[position]] for position in others]
     joined = compat.concatenated([axes.mesh, *meshes])
     replicas = [Replicate()] * (axes.mesh.ndim - 1)
-    placed = (*replicas, placements[first], *(placements[position] for position in others))
+    placements_of_others = [placements[position] for position in others]
+    placed = (*replicas, placements[first], *placements_of_others)
     return DTensorSpec(joined, placed, tensor_meta=meta)
 
 
-def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+def wrapped(
+    value: torch.Tensor,  # any shape: the local part of the whole
+    spec: DTensorSpec | None,  # of the parameter before sharding; None: it was plain
+) -> torch.Tensor:
     """Return `value` as the DTensor that a forward should see: `spec` is that of the parameter before sharding."""
     if spec is None:
         return value
     meta = spec.tensor_meta
-    if meta is not None and meta.dtype != value.dtype:
+    if meta is not None and meta.dtype != value.dtype:  # mixed precision computes in another dtype
         spec = replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, value.dtype))
     return compat.dtensor_of(value, spec)
 
 
-def local_gradient(gradient: torch.Tensor, spec: DTensorSpec | None, axes: Axes) -> torch.Tensor:
+def local_gradient(
+    gradient: torch.Tensor,  # any shape: of the whole parameter
+    spec: DTensorSpec | None,  # of the parameter before sharding; None: it was plain
+    axes: Axes,
+) -> torch.Tensor:
     """Return this rank's plain gradient of a parameter with `spec`; sums what tensor parallelism has left partial."""
     if spec is None or not isinstance(gradient, DTensor):
         return gradient

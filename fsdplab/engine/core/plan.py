@@ -37,17 +37,23 @@ class UnitConfig:
     @property
     def ranks(self) -> int:
         """Over how many ranks shards are cut."""
-        return self.shard.ranks if self.shard else 1
+        if self.shard is None:
+            return 1
+        return self.shard.ranks
 
     @property
     def divide(self) -> float:
-        """Gradients are averaged over all data-parallel ranks."""
-        return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
+        """What sums of gradients are divided by: the number of data-parallel ranks, shards times replicas."""
+        replicas = 1
+        if self.replicate is not None:
+            replicas = self.replicate.ranks
+        return float(self.ranks * replicas)
 
 
 def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
-    """The layout of `params` in `dtypes`, cut over `ranks` ranks."""
-    return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks, alignment)
+    """Return the layout of `params` in `dtypes`, cut over `ranks` ranks."""
+    entries = [(param.name, param.shape, dtype.itemsize) for param, dtype in zip(params, dtypes)]
+    return Layout.of(entries, ranks, alignment)
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,14 @@ class UnitPlan:
 
     @classmethod
     def of(cls, params: Sequence[ShardedParam], config: UnitConfig, apart: bool = False) -> UnitPlan:
-        """The plan for the dtypes that `params` have now; `apart`: one of them must stay in its own memory."""
+        """Make the plan for the dtypes that `params` have now; `apart`: one of them must stay in its own memory."""
         parted = [param for param in params if isinstance(param, PartedParam)]
         plain = [param for param in params if not isinstance(param, PartedParam)]
-        low, shards = config.policy.param_dtype, config.strategy.shard_parameters
+        low = config.policy.param_dtype
+        shards = config.strategy.shard_parameters
         rest = [param.dtype for param in plain]
         compute = [low if low and dtype.is_floating_point else dtype for dtype in rest]
+        # The shards may be views of the whole where that stays, or is all that a rank has, and nothing is cast.
         needs_no_gather = not shards or config.ranks == 1 and not config.storage.away
         aliasable = needs_no_gather and compute == rest and not parted
         aliased = aliasable and not apart
@@ -112,22 +120,32 @@ class UnitPlan:
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """What travels: the one dtype of all parameters, or bytes."""
-        return self.compute_dtypes[0] if len(set(self.compute_dtypes)) == 1 and not self.parted else _BYTES
+        if self.parted or len(set(self.compute_dtypes)) != 1:
+            return _BYTES
+        return self.compute_dtypes[0]
 
     def with_parts(self, config: UnitConfig) -> UnitPlan:
-        """This plan for the parts of the next gather instead of those of the last."""
+        """Return this plan for the parts of the next gather instead of those of the last."""
         if not self.parted:
             return self
-        last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}
-        kept = [(slot.name, slot.shape, slot.itemsize) for slot in self.layout.slots if id(slot) not in last]
-        entries = [*kept, *(entry for param in self.parted for entry in param.prepare(config.policy))]
+        slots_of_last: set[int] = set()
+        for param in self.parted:
+            slots_of_last.update(id(slot) for slot in param.slots(self.layout))
+        entries: list[tuple[str, Sequence[int], int]] = []  # plain parameters first, then the parts
+        for slot in self.layout.slots:
+            if id(slot) not in slots_of_last:
+                entries.append((slot.name, slot.shape, slot.itemsize))
+        for param in self.parted:
+            entries += param.prepare(config.policy)
         return replace(self, layout=Layout.of(entries, config.ranks, _alignment(self.parted, config)))
 
 
 def _alignment(parted: Sequence[PartedParam], config: UnitConfig) -> int:
-    """Of what is gathered: slots follow each other without gaps, unless parts of any dtype follow; the one shard of one
-    rank lies as the whole does, because it is the whole.
+    """Return how slots are aligned in what is gathered: they follow each other without gaps, unless parts of any dtype
+    follow; the one shard of one rank lies as the whole does, because it is the whole.
     """
     if config.ranks == 1:
         return WHOLE_ALIGNED
-    return SHARDS_ALIGNED if parted else 0
+    if parted:
+        return SHARDS_ALIGNED
+    return 0

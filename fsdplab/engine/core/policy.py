@@ -54,7 +54,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """The row called `name`; a `ValueError` lists the near matches otherwise."""
+    """Return the row called `name`; a `ValueError` lists the near matches otherwise."""
     if isinstance(name, Strategy):
         return name
     if name in STRATEGIES:

@@ -38,20 +38,25 @@ class GradientLayout:
     """
 
     def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, config: UnitConfig) -> None:
-        self.params, self.dtype = params, dtype
+        self.params = params
+        self.dtype = dtype
         self.layout = layout_of(params, [dtype] * len(params), config.ranks)
         self.sent = self.layout  # of the same bytes as real numbers
-        if dtype.is_complex:
+        if dtype.is_complex:  # (5, 4) of complex64, 8 bytes each, is (5, 4, 2) of 4 bytes each
             halves = [(slot.name, (*slot.shape, 2), slot.itemsize // 2) for slot in self.layout.slots]
             self.sent = Layout.of(halves, config.ranks)
         self.marks = Marks.of(self.sent, config.device)
+        # Which parameter each mark is of: one without elements has none.
         self.marked = [number for number, slot in enumerate(self.layout.slots) if slot.chunk_bytes]
 
     def is_of(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> bool:
         """Whether it is the layout of these parameters in this dtype."""
         return self.dtype is dtype and self.params == params
 
-    def as_sent(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def as_sent(
+        self,
+        gradient: torch.Tensor | None,  # [rows, *others], whole; None: missing
+    ) -> torch.Tensor | None:
         """Return `gradient` as real numbers; None stays None."""
         if gradient is None or not self.dtype.is_complex:
             return gradient
@@ -82,7 +87,8 @@ class GradientMemory(Memory):
     """The half of a unit's memory that holds gradients; memory.py adds the half that holds parameters."""
 
     def __init__(self, name: str, params: list[ShardedParam], config: UnitConfig) -> None:
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
         self.params: list[ShardedParam] = params
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._moving = Pending(lambda: None)  # reduced gradients on their way to where their parameters rest
@@ -113,8 +119,11 @@ class GradientMemory(Memory):
 
         Gradients that are kept or added to are cast here, the others where they are packed.
         """
-        accumulate_in = self.config.policy.reduce_dtype if keep else None
+        accumulate_in = None
+        if keep:
+            accumulate_in = self.config.policy.reduce_dtype
         for param in self.params:
+            # Once trained, it stays to be reduced, also if it is frozen before the last micro-batch.
             param.to_reduce = param.to_reduce or param.at_rest.requires_grad
             param.take_gradient(accumulate_in)
             if param.unsharded_gradient is not None:
@@ -137,7 +146,10 @@ class GradientMemory(Memory):
 
     def has_gradients(self, or_zeros: bool) -> bool:
         """Whether there is anything to reduce; `or_zeros`: a missing gradient counts as zeros."""
-        return any(or_zeros or param.unsharded_gradient is not None for param in self._to_reduce())
+        params = self._to_reduce()
+        if or_zeros:
+            return bool(params)
+        return any(param.unsharded_gradient is not None for param in params)
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
         """Average the gradients over the ranks and hand them out; each collective is issued when it is taken."""
@@ -148,7 +160,7 @@ class GradientMemory(Memory):
             self._partial_sum = reduction.sent  # added by the next reduction over the replicas
             return
         missing_everywhere = None
-        if reduction.asks_ranks:
+        if reduction.asks_ranks:  # on the device: nothing waits for it here
             missing_everywhere = reduction.layout.marks.missing(reduction.sent)
         self._hand_out(reduction, options, missing_everywhere)
 
@@ -162,13 +174,18 @@ class GradientMemory(Memory):
         layout = self._layout_for(params, self._dtype_for(params))
         elements = layout.layout.shard_bytes // layout.dtype.itemsize
         output = torch.empty(elements, dtype=layout.dtype, device=self.config.device)
-        events.tag("sharded_gradients" if self.config.shard else "unsharded_gradients", output, self.name)
-        sent = torch.view_as_real(output).view(-1) if layout.dtype.is_complex else output
+        category = "sharded_gradients" if self.config.shard else "unsharded_gradients"
+        events.tag(category, output, self.name)
+        sent = output
+        if layout.dtype.is_complex:
+            sent = torch.view_as_real(output).view(-1)
 
         missing = [param.unsharded_gradient is None for param in params]
-        # A rank that has all gradients knows already. Fake tensors have no marks to read.
-        asks_ranks = any(missing) and self.config.divide > 1.0 and not options.unused and not compat.is_fake(output)
-        marks = layout.marks.to_add([missing[number] for number in layout.marked], sent)
+        asks_ranks = any(missing) and self.config.divide > 1.0  # a rank that has all gradients knows already
+        if options.unused or compat.is_fake(output):  # missing ones are zeros then; fake tensors have no marks to read
+            asks_ranks = False
+        missing_by_mark = [missing[number] for number in layout.marked]
+        marks = layout.marks.to_add(missing_by_mark, sent)
         average = Average(options.divide, layout.marks, marks, keeps=asks_ranks)
         return Reduction(layout, missing, output, sent, average, asks_ranks)
 
@@ -187,15 +204,18 @@ class GradientMemory(Memory):
         return wanted
 
     def _layout_for(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> GradientLayout:
-        """Return how gradients of `params` are reduced in `dtype`; the last layout is kept, since most steps need it
-        again.
-        """
+        """Return how gradients of `params` are reduced in `dtype`: most steps need the last layout again."""
         layout = self._gradient_layout
         if layout is None or not layout.is_of(params, dtype):
             self._gradient_layout = layout = GradientLayout(params, dtype, self.config)
         return layout
 
-    def _sum(self, reduction: Reduction, gradients: Gradients, all_reduce: bool) -> Iterator[Pending]:
+    def _sum(
+        self,
+        reduction: Reduction,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        all_reduce: bool,
+    ) -> Iterator[Pending]:
         """Average `gradients` into `reduction.sent`: over the shards, with `all_reduce` over the replicas too.
 
         Each collective is issued when it is taken, so that it hides behind the backward of one further unit. So do the
@@ -203,26 +223,32 @@ class GradientMemory(Memory):
         """
         layout, sent, average = reduction.layout.sent, reduction.sent, reduction.average
         shard = self.config.shard
-        replicate = self.config.replicate if all_reduce else None
+        replicate = None
+        if all_reduce:
+            replicate = self.config.replicate
         label = CollectiveLabel(self.name, "backward")
         padding = self._padding(layout) if replicate else 0
         over_shards, over_replicas = self._divisions(average, sent.dtype)
-        earlier, self._partial_sum = self._partial_sum, None
+        earlier = self._partial_sum  # of micro-batches that were not summed over the replicas
+        self._partial_sum = None
 
         last: Pending | None = None  # the all-reduce, where it is issued together with what comes before it
+        # The first collective.
         if shard is not None:
             first = shard.reduce_scatter(layout, gradients, sent, label, over_shards)
             if replicate and earlier is None and first.event is not None:  # one stream waits for the other
                 last = replicate.all_reduce(sent, label, over_replicas, padding, first)
         elif replicate and earlier is None:
-            first, last = replicate.all_reduce_packed(layout, gradients, sent, label, over_replicas).parts()
-        else:
+            both = replicate.all_reduce_packed(layout, gradients, sent, label, over_replicas)
+            first, last = both.parts()
+        else:  # nothing to wait for: one rank, no all-reduce this time, or earlier sums to be added before it
             pack(layout, gradients, sent)
             average.mark(sent)
             first = Pending(lambda: None)
         del gradients  # what is packed is freed
         yield first
 
+        # The second one, over the replicas.
         if earlier is not None:
             sent.add_(earlier)
         if replicate:
@@ -238,7 +264,7 @@ class GradientMemory(Memory):
         """
         if self.config.replicate is None:
             return average, average
-        first = 1.0
+        first = 1.0  # a factor of 64 is 1 and then 64; in fp16 it is 8 and then 8
         if dtype is torch.float16 and self.config.shard:
             first = half(average.factor)
         return replace(average, factor=first).keeping(), average.after(first)
@@ -250,12 +276,18 @@ class GradientMemory(Memory):
         # The last ranks may hold fewer rows than a shard reserves.
         filled = 0
         for slot, (start, stop) in zip(layout.slots, layout.spans(self.config.rank)):
-            filled += (stop - start) * slot.row_bytes
+            rows = stop - start
+            filled += rows * slot.row_bytes
         return layout.shard_bytes - filled
 
     # ---- hand out
 
-    def _hand_out(self, reduction: Reduction, options: ReduceOptions, missing_everywhere: torch.Tensor | None) -> None:
+    def _hand_out(
+        self,
+        reduction: Reduction,
+        options: ReduceOptions,
+        missing_everywhere: torch.Tensor | None,  # [parameters that have a mark], bool, on the device
+    ) -> None:
         """Give every parameter its rows; one that no rank has a gradient of gets none, unless `options.unused`.
 
         Where `missing_everywhere` is given, parameters that this rank has no gradient of wait until it is read
@@ -264,10 +296,12 @@ class GradientMemory(Memory):
         if options.hook is not None:
             options.hook(reduction.output)
         params = reduction.layout.params
-        lacking: set[ShardedParam] = set()
+        lacking: set[ShardedParam] = set()  # parameters that this rank has no gradient of
         if not options.unused:
             lacking.update(param for param, missing in zip(params, reduction.missing) if missing)
-        taken = [param for param in params if missing_everywhere is not None or param not in lacking]
+        taken = params
+        if missing_everywhere is None:  # the other ranks are not asked: what this rank lacks is handed out to nobody
+            taken = [param for param in params if param not in lacking]
 
         at_rest, self._moving = self.config.storage.take(self._rows(reduction, taken))
         # Rows may still be on their way to host memory (`await_copies`), unless somebody reads them at once.
@@ -280,7 +314,8 @@ class GradientMemory(Memory):
             else:
                 param.give_gradient(gradient)
         if missing_everywhere is not None:
-            averages = [(params[number], undecided.get(params[number])) for number in reduction.layout.marked]
+            marked = [params[number] for number in reduction.layout.marked]
+            averages = [(param, undecided.get(param)) for param in marked]
             self._undecided.append(Undecided(missing_everywhere, averages))
 
     def _rows(self, reduction: Reduction, taken: Sequence[ShardedParam]) -> Iterator[torch.Tensor]:
@@ -288,15 +323,19 @@ class GradientMemory(Memory):
 
         They are made one by one, but a cast of the whole output comes first: it runs before any row leaves the device.
         """
-        params, layout, output = reduction.layout.params, reduction.layout.layout, reduction.output
+        params = reduction.layout.params
+        layout = reduction.layout.layout
+        output = reduction.output
         dtypes = [compat.gradient_dtype(param.at_rest) or output.dtype for param in params]
         if len(set(dtypes)) == 1:
-            output = output.to(dtypes[0])
-        places = dict(zip(params, zip(layout.slots, layout.spans(self.config.rank), dtypes)))
+            output = output.to(dtypes[0])  # one kernel instead of one a parameter
+        spans = layout.spans(self.config.rank)
+        places = dict(zip(params, zip(layout.slots, spans, dtypes)))
 
         def rows_of(param: ShardedParam) -> torch.Tensor:
-            slot, span, dtype = places[param]
-            return _gradient_of(param, output, slot.offset // slot.itemsize, *span, dtype)
+            slot, (start, stop), dtype = places[param]
+            first = slot.offset // slot.itemsize
+            return _gradient_of(param, output, first, start, stop, dtype)
 
         return map(rows_of, taken)
 
@@ -309,21 +348,28 @@ class GradientMemory(Memory):
 
 
 def _gradient_of(
-    param: ShardedParam, output: torch.Tensor, first: int, start: int, stop: int, dtype: torch.dtype
+    param: ShardedParam,
+    output: torch.Tensor,  # [shard elements], this rank's averages of all parameters
+    first: int,  # the element of `output` at which the rows begin
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return rows [start, stop) of the average of `param` as it has them at rest, in `dtype`.
 
-    They begin at element `first` of `output`, [elements of a shard]. Where the whole gradient is kept, they are written
-    into it and returned as a view of it.
+    Where the whole gradient is kept, they are written into it and returned as a view of it.
     """
     shape = (stop - start, *param.shape[1:])
     rows = output.as_strided(shape, _contiguous_strides(shape), first)
-    whole, param.unsharded_gradient = param.unsharded_gradient, None
+    whole = param.unsharded_gradient
+    param.unsharded_gradient = None
     if whole is not None:
         rows = whole[start:stop].copy_(rows)
     if rows.dtype is not dtype:
         rows = rows.to(dtype)
-    return param.natural(rows).contiguous() if param.dim else rows
+    if param.dim == 0:
+        return rows
+    return param.natural(rows).contiguous()
 
 
 def hand_out_undecided(memories: Iterable[GradientMemory]) -> None:
@@ -332,8 +378,11 @@ def hand_out_undecided(memories: Iterable[GradientMemory]) -> None:
     if not undecided:
         return
     device = undecided[0].missing_everywhere.device
-    flags = torch.cat([reduction.missing_everywhere.to(device) for reduction in undecided]).tolist()
-    averages = [pair for reduction in undecided for pair in reduction.averages]
-    for missing_everywhere, (param, average) in zip(flags, averages):
-        if not missing_everywhere and average is not None:
-            param.give_gradient(average)
+    # Reductions of 3 and of 2 parameters are one tensor of 5 flags, which is read at once.
+    flags = torch.cat([reduction.missing_everywhere.to(device) for reduction in undecided])
+    is_missing = iter(flags.tolist())  # here the host waits for the device
+    for reduction in undecided:
+        for param, average in reduction.averages:
+            is_missing_everywhere = next(is_missing)
+            if not is_missing_everywhere and average is not None:
+                param.give_gradient(average)

@@ -180,6 +180,7 @@ class StepOrder:
                     self._unshard_for_backward(following)
 
     def _unshard_for_backward(self, unit: Unit) -> None:
+        """Begin to unshard `unit`, unless the user has switched that off."""
         if unit.unshard_in_backward:
             unit.start_unshard("backward")
 
@@ -222,6 +223,7 @@ class StepOrder:
                 self._reducing[number + 1].append(oldest)
 
     def _finish_reductions(self) -> None:
+        """Wait for all reductions: the first collective of each, then the second."""
         for number in range(len(self._reducing)):
             self._make_room(1, number)
 

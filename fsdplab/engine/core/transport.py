@@ -50,14 +50,17 @@ class SendShard:
     resident: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, shard: torch.Tensor) -> SendShard:
-        """A shard that lies ready in a tensor."""
+    def of(
+        cls,
+        shard: torch.Tensor,  # [elements], in the dtype that is sent
+    ) -> SendShard:
+        """Describe a shard that lies ready in a tensor."""
         resident = shard.view(torch.uint8)
         write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
         return cls(shard.nbytes, shard.dtype, write, resident)
 
     def made(self, device: torch.device) -> torch.Tensor:
-        """The shard as a tensor of its dtype: the resident one, or one made for this."""
+        """Return the shard as a tensor of its dtype, [shard elements]: the resident one, or one made for this."""
         if self.resident is not None:
             return self.resident.view(self.dtype)
         shard = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -80,10 +83,10 @@ class Departure:
         return self._row.keywords["issue_ns"]
 
     def leave(self) -> None:
-        """The collective is issued next on the current stream; what is interrupted before this can be tried again."""
+        """Note that the collective is issued next on the current stream; what is interrupted before is tried again."""
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
-        """The transport has moved the bytes: write the row."""
+        """Write the row, now that the transport has moved the bytes."""
         if events.listening():
             events.emit(self._row(start_ns=start_ns, end_ns=end_ns, waited_ns=waited_ns))
 
@@ -100,14 +103,14 @@ class Unseen(Departure):
         super().__init__(partial(events.Collective))
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
-        """Nobody hears of it."""
+        """Write no row."""
 
 
 class Link(Protocol):
     """An emulated link, as a transport uses it."""
 
     def depart(self, row: Row) -> Departure:
-        """A collective is about to be issued."""
+        """Note that a collective is about to be issued; return its departure."""
 
 
 class Transport(ABC):
@@ -120,7 +123,7 @@ class Transport(ABC):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
 
     def behind(self, link: Link | None) -> Transport:
-        """The same transport with `link` in front of it, or with none; other users of this one are not slowed."""
+        """Return the same transport with `link` in front of it, or none; other users of this one are not slowed."""
         made = copy.copy(self)
         made._link = link
         return made
@@ -131,38 +134,51 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Average every rank's `gradients`, and leave this rank's shard in `output`."""
 
     @abstractmethod
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], this rank's sum over the shards
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
-        after: Pending | None = None,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
+        after: Pending | None = None,  # the work on another stream that fills `buffer`
     ) -> Pending:
         """Average `buffer`, which is marked, over all ranks in place; `after`: the work on another stream that fills
         it.
         """
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], one shard being everything here
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Pack `gradients` into `output` and average it over all ranks in place."""
         pack(layout, gradients, output)
         average.mark(output)
         return self.all_reduce(output, label, average, layout.padding_bytes)
 
-    def largest(self, flags: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' `flags` (uint8), at once: a few bytes, in no ledger."""
+    def largest(
+        self,
+        flags: torch.Tensor,  # [units] (uint8), 1: this rank's shards of the unit have changed
+    ) -> torch.Tensor:
+        """Return the largest of all ranks' `flags`, at once: a few bytes, in no ledger."""
         compat.all_reduce_unseen(flags, self.group)
         return flags
 
     def storage(self, device: torch.device) -> ShardStorage:
-        """Where shards rest that no offload policy sends elsewhere."""
+        """Return where shards rest that no offload policy sends elsewhere."""
         return ShardStorage(device)
 
     def await_peers(self) -> None:
@@ -172,7 +188,7 @@ class Transport(ABC):
         """Begin anew where a rank has failed in the middle of a collective: then all ranks must come here."""
 
     def leave_step(self, unfinished: bool) -> None:
-        """The same, also where this rank has left a step `unfinished`."""
+        """Begin anew as `recover` does, also where this rank has left a step `unfinished`."""
 
     def announce_buffers(self) -> None:
         """Tag buffers that outlive a collective, for whoever subscribed since they were made."""
@@ -181,17 +197,27 @@ class Transport(ABC):
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
-        """The departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
-        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
+        """Make the departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
+        rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
+        wire = rounds * logical * (self.ranks - 1) // self.ranks
         return departure(label, kind, logical, wire, padding, dtype, self._link)
 
 
 def departure(
     label: CollectiveLabel, kind: str, logical: int, wire: int, padding: int, dtype: torch.dtype, link: Link | None
 ) -> Departure:
-    """The departure of a collective that is about to be issued behind `link`, if there is one; sizes are in bytes."""
+    """Make the departure of a collective that is about to be issued behind `link`, if there is one; sizes are bytes."""
     row = partial(
-        events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical, wire_bytes=wire,
-        padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),
-    )  # fmt: skip
-    return Departure(row) if link is None else link.depart(row)
+        events.Collective,
+        unit=label.unit,
+        phase=label.phase,
+        kind=kind,
+        logical_bytes=logical,
+        wire_bytes=wire,
+        padding_bytes=padding,
+        dtype=str(dtype).removeprefix("torch."),
+        issue_ns=time.time_ns(),
+    )
+    if link is None:
+        return Departure(row)
+    return link.depart(row)

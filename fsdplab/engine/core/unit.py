@@ -228,6 +228,7 @@ class Unit(Generic[M]):
         self._free("forward")
 
     def _free(self, phase: str) -> None:
+        """Free the unsharded parameters, where the strategy frees them, and note that they are sharded."""
         self._by_hand = False
         self.memory.free()
         self._move(SHARDED, phase)
@@ -293,6 +294,7 @@ class Unit(Generic[M]):
         self.memory.abandon_gradients()
 
     def _move(self, state: str, phase: str) -> None:
+        """Note that the parameters are in another state; raise where it cannot follow the last."""
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"unit {self.name!r} cannot go from {self.state} to {state} in {phase}")
         before, self.state = self.state, state

@@ -61,11 +61,11 @@ class Link:
             )
 
     def transfer_ns(self, wire_bytes: int, steps: int) -> int:
-        """Nanoseconds that `wire_bytes` take in `steps` steps on the free link."""
+        """Return how many nanoseconds `wire_bytes` take in `steps` steps on the free link."""
         return round(1e9 * (self.latency_s * steps + wire_bytes / self.bytes_per_s))
 
     def collective(self, kind: str, logical_bytes: int, ranks: int) -> tuple[int, int]:
-        """Wire bytes, and nanoseconds on the free link, of a collective of `ranks` ranks.
+        """Return wire bytes, and nanoseconds on the free link, of a collective of `ranks` ranks.
 
         >>> Link(1e9).collective("all_gather", 4_000, 4)
         (3000, 3000)
@@ -75,7 +75,7 @@ class Link:
         return wire_bytes, self.transfer_ns(wire_bytes, rounds * (ranks - 1))
 
     def carry(self, row: core.Row, ranks: int) -> tuple[core.Row, int]:
-        """The row of a collective that passes this link, and its nanoseconds on the free link."""
+        """Return the row of a collective that passes this link, and its nanoseconds on the free link."""
         wire, duration_ns = self.collective(row.keywords["kind"], row.keywords["logical_bytes"], ranks)
         return partial(row, wire_bytes=wire, emulated=True), duration_ns
 
@@ -90,23 +90,25 @@ class Board:
         try:
             arenas = PeerMemory(group, _START + ctypes.sizeof(numbers)).arenas
             self._all = [numbers.from_buffer(arena.header, _START) for arena in arenas]
-            self._mine = self._all[group.rank()]
+            self._issues_here = self._all[group.rank()]
         except SharingRefused:
-            self._mine = numbers()
-            self._all = [self._mine]
+            self._issues_here = numbers()
+            self._all = [self._issues_here]
 
     def write(self, number: int, now_ns: int) -> None:
-        """This rank issues its collective `number` now."""
+        """Note that this rank issues its collective `number` now."""
         place = 2 * (number % _RING)
-        self._mine[place + 1] = now_ns
-        self._mine[place] = number
+        self._issues_here[place + 1] = now_ns
+        self._issues_here[place] = number  # last: a peer that sees this number sees the time before it
 
     def last_issue(self, number: int) -> int:
-        """When the last rank issued collective `number`; every rank must be known to have done so."""
+        """Return when the last rank issued collective `number`; every rank must be known to have done so."""
         return max(self._issue(issues, number) for issues in self._all)
 
     def _issue(self, issues: ctypes.Array[ctypes.c_int64], number: int) -> int:
-        place, deadline = 2 * (number % _RING), time.monotonic() + 60
+        """Return when one rank issued collective `number`, once it has written that; raise where it never will."""
+        place = 2 * (number % _RING)
+        deadline = time.monotonic() + 60
         while (seen := issues[place]) != number:
             if seen > number or time.monotonic() > deadline:
                 raise RuntimeError(
@@ -144,7 +146,9 @@ class Queue:
         return passage
 
     def times(self, passage: Passage) -> tuple[int, int, int]:
-        """The times of `passage`; all ranks must have issued it, and who was interrupted here may ask again."""
+        """Return the times of `passage`; all ranks must have issued it, and who was interrupted here may ask again."""
+        # Those before it come first: the link is free for one when it has delivered the one before. Issued at 0 and 2,
+        # 5 ns each: the first passes from 0 to 5, the second from 5 to 10.
         while passage.times is None:
             first = self._unresolved[0]
             issued = self._board.last_issue(first.number)
@@ -167,18 +171,22 @@ class Transfer(core.Departure):
         self._passage = self._queue.enter(self._duration_ns, self.issue_ns)
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
-        """The link takes longer."""
+        """Wait with the row: the link takes longer."""
 
     def arrive(self, awaited_ns: int) -> None:
         """Sleep until the link has delivered, and write the row."""
         issued, start, end = self._queue.times(self._passage)
-        if (remaining := end - time.time_ns()) > 0:
+        remaining = end - time.time_ns()
+        if remaining > 0:
             with events.span("link", self._row.keywords["unit"]):
                 time.sleep(remaining / 1e9)
         # until all ranks have issued, the host waits for a peer, not for the link
         super().moved(start, end, max(0, end - max(issued, awaited_ns)))
 
-    def deliver(self, result: list[torch.Tensor]) -> torch.futures.Future:
+    def deliver(
+        self,
+        result: list[torch.Tensor],  # any shapes: what the collective has left
+    ) -> torch.futures.Future:
         """A future that holds `result` once the link has delivered, for engines that wait in C++. The row is written
         now that all ranks have issued: how long anybody waits is not known.
         """
@@ -192,7 +200,12 @@ class Transfer(core.Departure):
         return future
 
 
-def _set_at(time_ns: int, future: torch.futures.Future, result: list[torch.Tensor]) -> None:
+def _set_at(
+    time_ns: int,
+    future: torch.futures.Future,
+    result: list[torch.Tensor],  # any shapes
+) -> None:
+    """Sleep until a time, then give `future` its result."""
     time.sleep(max(0.0, (time_ns - time.time_ns()) / 1e9))
     future.set_result(result)
 
@@ -207,20 +220,34 @@ class Channel:
         self._queues = [Queue(Board(group)) for _ in range(link.queues)]
 
     def depart(self, row: core.Row) -> Transfer:
-        """A collective is about to be issued."""
+        """Make the transfer of a collective that is about to be issued."""
         queue = self._queues[0 if row.keywords["kind"] == "all_gather" else -1]
         return Transfer(*self._link.carry(row, self._ranks), queue)
 
-    def depart_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Callable[..., torch.futures.Future]:
+    def depart_for_torch(
+        self,
+        kind: str,
+        outputs: Sequence[torch.Tensor],  # any shapes: what this rank receives
+    ) -> Callable[..., torch.futures.Future]:
         """A collective of an engine that has no units joins its queue; `outputs` are what this rank receives. What is
         returned makes the future of its result.
         """
-        received = sum(output.nbytes for output in outputs)
+        logical = sum(output.nbytes for output in outputs)
+        if kind == "reduce_scatter":  # a rank receives its part only
+            logical *= self._ranks
+        dtype = ""
+        if outputs:
+            dtype = str(outputs[0].dtype).removeprefix("torch.")
         row = partial(
-            events.Collective, unit="", phase="backward" if compat.inside_backward() else "forward", kind=kind,
-            logical_bytes=received * (self._ranks if kind == "reduce_scatter" else 1), padding_bytes=0,
-            dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "", issue_ns=time.time_ns(),
-        )  # fmt: skip
+            events.Collective,
+            unit="",
+            phase="backward" if compat.inside_backward() else "forward",
+            kind=kind,
+            logical_bytes=logical,
+            padding_bytes=0,
+            dtype=dtype,
+            issue_ns=time.time_ns(),
+        )
         transfer = self.depart(row)
         transfer.leave()
         return transfer.deliver
@@ -229,7 +256,7 @@ class Channel:
 def channel(
     link: Link, group: dist.ProcessGroup, streams: torch.device | None, ranks: int | None = None
 ) -> Channel | StreamChannel:
-    """This rank's end of `link`, on the host or on the streams of a device; the host's is collective over `group`."""
+    """Make this rank's end of `link`, on the host or on a device's streams; the host's is collective over `group`."""
     if streams is None:
         return Channel(link, group, ranks)
     if link.queues != 1:
@@ -241,7 +268,7 @@ def channel(
 
 
 def behind(transport: core.Transport, link: Link, ranks: int | None = None) -> core.Transport:
-    """`transport` with `link` in front of it, in place of one that was there; its other users are not slowed.
+    """Put `link` in front of `transport`, in place of one that was there; its other users are not slowed.
     Collective over its group.
 
     With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises

@@ -57,7 +57,7 @@ class StreamChannel:
         self.free_ns = 0
 
     def depart(self, row: Row) -> StreamTransfer:
-        """A collective is issued now."""
+        """Make the transfer of a collective that is issued now."""
         return StreamTransfer(*self._carry(row), self)
 
 
@@ -95,6 +95,7 @@ def launch_sleep(stream: int, microseconds: int) -> None:
 
 @cache
 def _driver(library: str = "libcuda.so.1") -> Any:
+    """Return the driver's library, whose function has a stream call the host."""
     driver = ctypes.CDLL(library)
     driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p] * 3  # stream, function, its argument
     driver.cuLaunchHostFunc.restype = ctypes.c_int

@@ -20,7 +20,7 @@ from fsdplab.engine.features.misuse_checks import refuse_unsharded_forms
 
 
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor],  # any shapes, plain or DTensors
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -41,7 +41,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so"
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's: a norm of zero does not divide by zero
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}  # one kernel scales all of them
     for gradient in gradients:
         local = compat.local_of(gradient)
@@ -52,7 +52,10 @@ def clip_grad_norm_(
 
 
 def _total_norm(
-    gradients: list[torch.Tensor], p: float, groups: tuple[dist.ProcessGroup, ...], parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor],  # any shapes, plain or DTensors
+    p: float,
+    groups: tuple[dist.ProcessGroup, ...],
+    parameters: list[torch.Tensor],  # any shapes: the first names the device where there is no gradient
 ) -> torch.Tensor:
     """Return the p-norm of all gradients, a 0-d tensor on the device of the first of them."""
     device = torch.device("cpu")
@@ -63,6 +66,7 @@ def _total_norm(
     for key in sorted(by_cut, key=lambda key: key.name):  # every rank calls the all-reduces in the same order
         members = by_cut[key]
         part = _power_sum([compat.local_of(gradient) for gradient in members], p, device)
+        # On replicas x shards only the second dimension cuts: each replica has the whole sum once.
         for dimension in key.cut:
             _combine(part, members[0].device_mesh.get_group(dimension), p)
         total = torch.maximum(total, part) if math.isinf(p) else total + part
@@ -81,7 +85,9 @@ class _Cut(NamedTuple):
     mesh: int
 
 
-def _by_cut(gradients: list[torch.Tensor]) -> dict[_Cut, list[torch.Tensor]]:
+def _by_cut(
+    gradients: list[torch.Tensor],  # any shapes, plain or DTensors
+) -> dict[_Cut, list[torch.Tensor]]:
     """Group gradients by their mesh and by the dimensions of it that cut them; plain ones have neither."""
     members: dict[_Cut, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -92,7 +98,9 @@ def _by_cut(gradients: list[torch.Tensor]) -> dict[_Cut, list[torch.Tensor]]:
     return members
 
 
-def _cut_of(gradient: DTensor) -> _Cut:
+def _cut_of(
+    gradient: DTensor,  # any shape
+) -> _Cut:
     """Return the mesh of a sharded gradient and the dimensions that cut it; raise if it still waits for its sum."""
     cut = []
     for number, placement in enumerate(gradient.placements):
@@ -106,9 +114,13 @@ def _cut_of(gradient: DTensor) -> _Cut:
     return _Cut(name, tuple(cut), hash(mesh))
 
 
-def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+def _power_sum(
+    tensors: list[torch.Tensor],  # any shapes: what this rank holds of the gradients
+    p: float,
+    device: torch.device,
+) -> torch.Tensor:
     """Return the sum of the p-th powers of all elements, or their maximum where p is infinite, on `device`."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    filled = [tensor for tensor in tensors if tensor.numel()]  # a maximum of no elements is an error
     norms = torch._foreach_norm(filled or [torch.zeros(1)], p)
     stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])  # [tensors]
     if math.isinf(p):
@@ -116,7 +128,11 @@ def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> t
     return (stacked**p).sum()
 
 
-def _combine(part: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
+def _combine(
+    part: torch.Tensor,  # 0-d, this rank's sum or maximum; written in place
+    group: dist.ProcessGroup,
+    p: float,
+) -> None:
     """Replace `part`, 0-d, by the sum over the ranks of `group`, or the maximum where p is infinite."""
     if group.size() == 1:
         return

@@ -40,7 +40,7 @@ class Noted:
 
 
 def set_initial_weights_check(enabled: bool) -> None:
-    """Whether models that are sharded from now on are checked at their first forward: every rank reads its weights
+    """Have models that are sharded from now on checked at their first forward, or not: every rank reads its weights
     twice, and one all-reduce over each group compares the checksums. On by default.
     """
     global _enabled
@@ -52,12 +52,15 @@ class WholeWeights:
 
     def __init__(self, memory: UnitMemory) -> None:
         self._memory = memory
-        self._wholes = _checksums([local_part(param.at_rest) for param in memory.params]) if _enabled else None
+        self._wholes: torch.Tensor | None = None  # [parameters] (int64)
+        if _enabled:
+            self._wholes = _checksums([local_part(param.at_rest) for param in memory.params])
 
     def cut(self) -> None:
-        """The parameters are shards now."""
+        """Note the checksums of the shards, which the parameters are now."""
         if self._wholes is not None:
-            _noted[self._memory] = Noted(self._wholes, _checksums([param.local for param in self._memory.params]))
+            shards = _checksums([param.local for param in self._memory.params])
+            _noted[self._memory] = Noted(self._wholes, shards)
 
 
 @compat.with_real_tensors
@@ -70,13 +73,17 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
     over_shards: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
     over_replicas: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
     for memory in checked:
-        noted, shard, replicate = _noted.pop(memory), memory.config.shard, memory.config.replicate
+        noted = _noted.pop(memory)
+        shard, replicate = memory.config.shard, memory.config.replicate
+        # One maximum finds the largest and, of the negatives, the least: checksums 3 and 5 give 5 and -3, and the least
+        # is 3. Where the two differ, ranks do.
         if shard is not None:
             rewritten = (now[memory] != noted.shards).long()
             sent = torch.stack([noted.wholes, -noted.wholes, rewritten])
             over_shards.setdefault(shard.group, []).append((memory, sent))
         if replicate is not None:
-            sent = torch.stack([now[memory], -now[memory], torch.zeros_like(now[memory])])
+            sums = now[memory]
+            sent = torch.stack([sums, -sums, torch.zeros_like(sums)])
             over_replicas.setdefault(replicate.group, []).append((memory, sent))
     for group, entries in over_shards.items():
         _warn(
@@ -93,16 +100,22 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
 
 
 def _warn(names: Sequence[str], text: str) -> None:
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        warnings.warn(
-            f"the weights of {names[0]}{more} {text} (set_initial_weights_check(False) leaves this check out)",
-            stacklevel=4,
-        )
+    """Warn of the parameters called `names`, if there are any."""
+    if not names:
+        return
+    which = names[0]
+    if len(names) > 1:
+        which = f"{which} and {len(names) - 1} more"
+    warnings.warn(
+        f"the weights of {which} {text} (set_initial_weights_check(False) leaves this check out)", stacklevel=4
+    )
 
 
-def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, torch.Tensor]]) -> list[str]:
-    """The names of parameters whose checksums differ over `group`, and that no rank has written since."""
+def _differing(
+    group: dist.ProcessGroup,
+    entries: Sequence[tuple[UnitMemory, torch.Tensor]],  # [3, parameters] (int64) of each unit
+) -> list[str]:
+    """Return the names of parameters whose checksums differ over `group`, and that no rank has written since."""
     sent = torch.cat([rows for _, rows in entries], dim=1)
     largest, minus_least, rewritten = _maximum_over(group, sent).unbind()
     differs = ((largest != -minus_least) & (rewritten == 0)).tolist()
@@ -110,8 +123,11 @@ def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, tor
     return [name for name, is_other in zip(names, differs) if is_other]
 
 
-def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-    """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
+def _maximum_over(
+    group: dist.ProcessGroup,
+    values: torch.Tensor,  # [3, parameters] (int64)
+) -> torch.Tensor:
+    """Return the largest values of all ranks, by the backend itself: it belongs to no step, so no tool shall see it."""
     carried = values.to(compat.device_for(group, torch.device("cpu")))
     compat.all_reduce_unseen(carried, group)
     return carried.cpu()
@@ -119,13 +135,20 @@ def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tenso
 
 @compat.with_real_tensors
 @torch.no_grad()
-def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number a tensor; 0 for those without values of their own that can be read as bits."""
-    sums = [_checksum(tensor) for tensor in tensors]
-    return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
+def _checksums(
+    tensors: Sequence[torch.Tensor],  # any shapes, any dtypes
+) -> torch.Tensor:
+    """Return one number a tensor, [tensors] (int64); 0 for those without values that can be read as bits."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    sums = [_checksum(tensor) for tensor in tensors]  # all are enqueued before the host waits for the first
+    return torch.stack([checksum.cpu() for checksum in sums])
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def _checksum(
+    tensor: torch.Tensor,  # any shape, any dtype
+) -> torch.Tensor:
+    """Return the sum of the bits of a tensor as words of 64 bits, 0-d (int64)."""
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device="cpu")  # also where another device is the default
     flat = tensor.contiguous().view(-1)
@@ -137,5 +160,6 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     # Words of 64 bits are summed where they lie. Narrower ones would be widened first: a copy of twice the size, which
     # would stay in the allocator between the shards.
     end = in_bytes.numel() // WORD_BYTES * WORD_BYTES
-    words, rest = in_bytes[:end].view(torch.int64), in_bytes[end:]
+    words = in_bytes[:end].view(torch.int64)
+    rest = in_bytes[end:]  # up to 7 bytes
     return (words.sum() + rest.sum(dtype=torch.int64)) & _MASK

@@ -35,7 +35,7 @@ _WRITE, _WRITE_AND_WAIT = 2, 1 | 2 | 4
 
 @cache
 def _sync_file_range() -> Callable[..., int]:
-    """The C library's function, looked up when it is first needed: only Linux has it."""
+    """Return the C library's function, looked up when it is first needed: only Linux has it."""
     function = ctypes.CDLL(None, use_errno=True).sync_file_range
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function
@@ -90,6 +90,7 @@ class MappedFile(mmap.mmap):
             os.posix_fadvise(self.descriptor, *_pages(start, stop), os.POSIX_FADV_DONTNEED)
 
     def _sync(self, start: int, stop: int, how: int) -> None:
+        """Begin to write bytes [start, stop) to the disk, or wait for that; raise the `OSError` of a failed write."""
         if _sync_file_range()(self.descriptor, *_pages(start, stop), how) != 0:
             number = ctypes.get_errno()
             what = f"{self.label} could not be written to {self.folder} ({os.strerror(number)})"
@@ -104,7 +105,9 @@ class _Leaving(NamedTuple):
     stop: int
 
     def finish(self) -> None:
-        if (file := self.file()) is not None:  # else its bytes are gone with it
+        """Wait until the bytes are written, and drop the kernel's copy of them."""
+        file = self.file()
+        if file is not None:  # else its bytes are gone with it
             file.drop(self.start, self.stop)
 
 
@@ -114,7 +117,7 @@ _starts: list[int] = []  # the addresses, sorted; some of files that are gone
 
 
 def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
-    """`nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
+    """Make `nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
 
     Raises the `OSError` of the case (`FileNotFoundError`, `PermissionError`, ENOSPC, ...) with folder, sizes and
     remedy.
@@ -130,33 +133,49 @@ def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
     return data
 
 
-def file_under(tensor: torch.Tensor) -> MappedFile | None:
-    """The mapped file that holds `tensor`, if one does."""
+def file_under(
+    tensor: torch.Tensor,  # any shape
+) -> MappedFile | None:
+    """Return the mapped file that holds `tensor`, if one does."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     at = tensor.data_ptr()
-    while _starts and (index := bisect_right(_starts, at)):
-        if (file := _files.get(_starts[index - 1])) is not None:
-            return file if at < file.address + len(file) else None
-        del _starts[index - 1]  # freed meanwhile
-    return None
+    while True:
+        index = bisect_right(_starts, at)  # so many files begin at or before the tensor
+        if index == 0:
+            return None
+        file = _files.get(_starts[index - 1])
+        if file is None:
+            del _starts[index - 1]  # freed meanwhile
+        elif at < file.address + len(file):
+            return file
+        else:
+            return None
 
 
-def bring_in(tensor: torch.Tensor) -> None:
+def bring_in(
+    tensor: torch.Tensor,  # any shape, dense
+) -> None:
     """Begin to read `tensor` from its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None:
+    file = file_under(tensor)
+    if file is not None:
         file.bring_in(*_span(file, tensor))
 
 
 def bring_in_all(address: int) -> None:
     """Begin to read the whole file that is mapped at `address`, if one still is."""
-    if (file := _files.get(address)) is not None:
+    file = _files.get(address)
+    if file is not None:
         file.bring_in(0, len(file))
 
 
-def let_go(tensor: torch.Tensor, keep_cached: bool = False) -> None:
+def let_go(
+    tensor: torch.Tensor,  # any shape, dense
+    keep_cached: bool = False,
+) -> None:
     """Take `tensor` out of memory, to its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None:
+    file = file_under(tensor)
+    if file is not None:
         file.let_go(*_span(file, tensor), keep_cached)
 
 
@@ -170,6 +189,7 @@ def is_in_memory(folder: Path) -> bool:
     """Whether `folder` is a file system of memory (tmpfs, ramfs): files there take the memory they are to spare."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
+    # "36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda rw": the third word is the device, the kind follows " - ".
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         where, _, what = line.partition(" - ")
         if where.split()[2] == number:
@@ -178,12 +198,16 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:
-    """First byte and number of bytes of the pages around [start, stop): the kernel drops whole pages only."""
+    """Return first byte and number of bytes of the pages around [start, stop): the kernel drops whole pages only."""
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     return first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
 
-def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
+def _span(
+    file: MappedFile,
+    tensor: torch.Tensor,  # any shape, dense, in `file`
+) -> tuple[int, int]:
+    """Return the bytes [start, stop) of `file` that `tensor` takes."""
     start = tensor.data_ptr() - file.address
     return start, start + tensor.nbytes
 
@@ -192,10 +216,10 @@ def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _reserved(folder: Path, nbytes: int, label: str) -> int:
-    """A descriptor of a new file without a name whose bytes are its own: a full disk shows here, not as SIGBUS."""
+    """Return a descriptor of a new unnamed file whose bytes are its own: a full disk shows here, not as SIGBUS."""
     descriptor = _unnamed(folder, label)
-    found = os.fstatvfs(descriptor)
-    free = found.f_bavail * found.f_frsize
+    disk = os.fstatvfs(descriptor)
+    free = disk.f_bavail * disk.f_frsize
     try:
         if free < nbytes:  # asked first: a reservation that fails has filled the disk for a moment
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -211,6 +235,7 @@ def _reserved(folder: Path, nbytes: int, label: str) -> int:
 
 
 def _unnamed(folder: Path, label: str) -> int:
+    """Return a descriptor of a new file without a name in `folder`; the `OSError` of the case says what to do."""
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, f"offload to files needs Linux, got {sys.platform}; use CPUOffloadPolicy")
     try:
@@ -224,6 +249,7 @@ def _unnamed(folder: Path, label: str) -> int:
 
 
 def _open(folder: Path) -> int:
+    """Open a file without a name; where the file system has none, one whose name is removed at once."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -42,11 +42,15 @@ class _Place:
     matrix: Matrix
     index: int | None = None  # the expert's place in what this rank holds of the stack; None for a plain matrix
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(
+        self,
+        tensor: torch.Tensor,  # of the parameter's shape, plain or a DTensor
+    ) -> torch.Tensor:
         """Return this rank's part of the matrix in a tensor like the parameter; empty where it holds none."""
         local = compat.local_of(tensor)
         if self.index is None:
             return local
+        # Of 4 experts on 2 ranks rank 1 holds the last two, with the indices 0 and 1; there expert 0 has the index -2.
         if 0 <= self.index < local.size(0):
             return local[self.index]
         return local.new_empty(0, self.matrix.shape[1])
@@ -82,9 +86,14 @@ class MatrixOptimizer(Optimizer):
     _plan: tuple[tuple[Any, ...], list[_Bucket]] | None = None
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], *, rest: Optimizer | None = None,
-        replicas: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        rest: Optimizer | None = None,
+        replicas: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         Optimizer.__init__(self, params, defaults)  # not that of a class of torch's beside this one
         self._begin(rest, replicas, bucket_bytes)
 
@@ -95,51 +104,71 @@ class MatrixOptimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 _check(parameter)
-        self._rest, self._replicas, self._bucket_bytes = rest, replicas, bucket_bytes
-        if rest is not None:
-            matrices = {parameter for group in self.param_groups for parameter in group["params"]}
-            others = [parameter for group in rest.param_groups for parameter in group["params"]]
-            both = [parameter for parameter in others if parameter in matrices]
-            if both:
-                raise ValueError(f"{len(both)} parameters are in both optimizers; the first has shape {both[0].shape}")
-            self.param_groups = [*self.param_groups, *rest.param_groups]
-            self.state.update(rest.state)
+        self._rest = rest
+        self._replicas = replicas
+        self._bucket_bytes = bucket_bytes
+        if rest is None:
+            return
+        matrices = set(_parameters_of(self))
+        both = [parameter for parameter in _parameters_of(rest) if parameter in matrices]
+        if both:
+            raise ValueError(f"{len(both)} parameters are in both optimizers; the first has shape {both[0].shape}")
+        # The groups themselves, not copies: a scheduler that changes a learning rate changes it for both.
+        self.param_groups = [*self.param_groups, *rest.param_groups]
+        self.state.update(rest.state)
 
     # ---- what subclasses say
 
     @abstractmethod
-    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
-        """What to send to the owner, from this rank's part of the gradient; updates the part of the state in place."""
+    def prepare(
+        self,
+        gradient: torch.Tensor,  # [rows, columns] of this rank's part
+        state: dict[str, torch.Tensor],  # [rows, columns] of this rank's part each
+        group: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return what to send to the owner, [rows, columns] of this rank's part; updates its state in place."""
 
     @abstractmethod
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The update from the whole of what was prepared [rows, columns]; on the owner alone."""
+    def whole(
+        self,
+        matrix: torch.Tensor,  # [rows, columns] of the whole of what was prepared
+        group: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the update of the whole matrix, of the shape and dtype of `matrix`; called on the owner alone."""
 
     @abstractmethod
     def apply(
-        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,  # [rows, columns] of this rank's part
+        update: torch.Tensor,  # [rows, columns] of this rank's part
+        shape: tuple[int, int],  # (rows, columns) of the whole
+        group: dict[str, Any],
     ) -> None:
-        """Step on this rank's part of a parameter, whose whole has `shape`, in place."""
+        """Step on this rank's part of a parameter, in place."""
 
-    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
-        """The dtype of what `prepare` returns."""
+    def sent_dtype(
+        self,
+        gradient: torch.Tensor,  # any shape: what this rank has of a gradient
+    ) -> torch.dtype:
+        """Return the dtype of what `prepare` returns."""
         return gradient.dtype
 
     def cost(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
-        """What `whole` costs for a matrix of this shape, in any unit: owners are balanced by it."""
+        """Return what `whole` costs for a matrix of this shape, in any unit: owners are balanced by it."""
         return newton_schulz_flops(shape)
 
     # ---- a step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters with a gradient, on every rank; returns what `closure` returned."""
+        """Make one step of all parameters with a gradient, on every rank; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._step_matrices()
         if self._rest is not None:
+            # Since the last step a state dict may have been loaded, which makes new groups and a new state here.
             self._rest.state = self.state
             self._rest.param_groups = [group for group in self.param_groups if self._is_of_rest(group)]
             self._rest.step()
@@ -148,6 +177,7 @@ class MatrixOptimizer(Optimizer):
     def _step_matrices(self) -> None:
         """Step on the buckets in turn: while one is computed, the next is sent and the last comes back."""
         buckets = self._buckets()
+        # Of three buckets: send 1, send 2, compute 1, return 1, send 3, compute 2, apply 1, return 2, and so on.
         to_compute: list[Arriving] = [self._send(bucket) for bucket in buckets[:1]]
         to_apply: list[tuple[_Bucket, Arriving]] = []
         for number, bucket in enumerate(buckets):
@@ -208,7 +238,9 @@ class MatrixOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             if not self._is_of_rest(group):
                 trained += [(number, parameter) for parameter in group["params"] if parameter.grad is not None]
-        key = (self._link_of, *((number, id(parameter), parameter.grad.dtype) for number, parameter in trained))
+        # What a plan depends on: another set of gradients, other dtypes or another link need another one.
+        matrices = tuple((number, id(parameter), parameter.grad.dtype) for number, parameter in trained)
+        key = (self._link_of, *matrices)
         if self._plan is None or self._plan[0] != key:
             self._plan = key, [*self._planned(trained)]
         return self._plan[1]
@@ -222,29 +254,38 @@ class MatrixOptimizer(Optimizer):
 
     def _planned(self, trained: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Bucket]:
         """Yield buckets of the matrices that go over the same group, in the same dtype and by the same device."""
+        # (group, dtype, device, link) -> the matrices that one exchange may carry together
         places_over: dict[tuple[Any, ...], list[_Place]] = {}
         for number, parameter in trained:
             group = self._group_of(parameter)
             gradient = compat.local_of(_gradient(parameter))
-            device, link = gradient.device, None
+            device = gradient.device
+            link = None
             if group is not None:
-                device = compat.device_for(group, device)
-                link = None if self._link_of is None else self._link_of(group, device)
+                device = compat.device_for(group, device)  # offloaded gradients are on the host, NCCL is not
+                if self._link_of is not None:
+                    link = self._link_of(group, device)
             over = (group, self.sent_dtype(gradient), device, link)
             places_over.setdefault(over, []).extend(_places_of(parameter, number, group))
+
         for over, places in places_over.items():
-            group, dtype = over[:2]
-            matrices = [place.matrix for place in places]
-            costs = [self.cost(place.matrix.shape, self.param_groups[place.group]) for place in places]
+            group, dtype, _, _ = over
             ranks = 1 if group is None else group.size()
+            matrices = [place.matrix for place in places]
+            costs = []
+            for place in places:
+                costs.append(self.cost(place.matrix.shape, self.param_groups[place.group]))
             for bucket in buckets_of(matrices, costs, ranks, self._bucket_bytes // dtype.itemsize):
-                exchange = Exchange(*over, tuple(matrices[number] for number in bucket.numbers), bucket.owners)
-                yield _Bucket(exchange, tuple(places[number] for number in bucket.numbers))
+                places_of_bucket = tuple(places[number] for number in bucket.numbers)
+                matrices_of_bucket = tuple(place.matrix for place in places_of_bucket)
+                exchange = Exchange(*over, matrices_of_bucket, bucket.owners)
+                yield _Bucket(exchange, places_of_bucket)
 
     def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """Return the ranks that hold parts of `parameter`, or equal copies; None where this rank computes alone."""
         if not isinstance(parameter, DTensor):
             return self._replicas
+        # The dimension of the mesh that cuts the parameter; where none does, the last.
         axis = parameter.device_mesh.ndim - 1
         for dim, placement in enumerate(parameter.placements):
             if not placement.is_replicate():
@@ -259,7 +300,7 @@ class MatrixOptimizer(Optimizer):
     # ---- torch.optim.Optimizer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's: `rest` finds its parameters again at the next step."""
+        """Load as torch's optimizers do; `rest` finds its parameters again at the next step."""
         super().load_state_dict(state_dict)
         self._plan = None
 
@@ -275,33 +316,62 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
 
     states = ("momentum_buffer",)
 
-    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+    def prepare(
+        self,
+        gradient: torch.Tensor,  # [rows, columns] of this rank's part
+        state: dict[str, torch.Tensor],  # momentum_buffer: [rows, columns] of this rank's part
+        group: dict[str, Any],
+    ) -> torch.Tensor:
+        """Update the momentum of this rank's part; return the update before Newton-Schulz, in bfloat16."""
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return update.bfloat16()
+        if not group["nesterov"]:
+            return momentum.bfloat16()
+        return gradient.lerp(momentum, group["momentum"]).bfloat16()
 
-    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+    def sent_dtype(
+        self,
+        gradient: torch.Tensor,  # any shape
+    ) -> torch.dtype:
+        """Return bfloat16, with which Newton-Schulz begins."""
         return torch.bfloat16
 
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def whole(
+        self,
+        matrix: torch.Tensor,  # [rows, columns] of the whole update before Newton-Schulz (bfloat16)
+        group: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the matrix orthogonalised by torch's own Newton-Schulz iteration."""
         return _muon._zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def apply(
-        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,  # [rows, columns] of this rank's part
+        update: torch.Tensor,  # [rows, columns] of this rank's part (bfloat16)
+        shape: tuple[int, int],  # (rows, columns) of the whole
+        group: dict[str, Any],
     ) -> None:
+        """Decay the weights of this rank's part and add the update, as torch's Muon does."""
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(update, alpha=-_muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape)))
+        # The rate is adjusted by the shape of the whole matrix, of which this rank may hold one row.
+        adjusted_rate = _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
+        parameter.add_(update, alpha=-adjusted_rate)
 
     def cost(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
+        """Return the floating-point operations of the Newton-Schulz steps."""
         return newton_schulz_flops(shape, group["ns_steps"])
 
 
 def whole_matrices(
-    optimizer: Optimizer | type[Optimizer], params: Any = None, *, rest: Optimizer | None = None,
-    replicas: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES, **options: Any,
-) -> Any:  # fmt: skip
-    """`torch.optim.Muon`, as an object or as its class and arguments, on matrices that are sharded over ranks.
+    optimizer: Optimizer | type[Optimizer],
+    params: Any = None,
+    *,
+    rest: Optimizer | None = None,
+    replicas: dist.ProcessGroup | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    **options: Any,
+) -> Any:
+    """Return `torch.optim.Muon`, given as an object or as its class and arguments, for matrices that are sharded.
 
     An object is changed in place, and stays a `torch.optim.Muon`: schedulers and state dicts see what they know. The
     class takes stacks of matrices [experts, rows, columns] too, each of which is orthogonalised alone. `rest`: an
@@ -328,7 +398,9 @@ def whole_matrices(
     return optimizer
 
 
-def _check(parameter: torch.Tensor) -> None:
+def _check(
+    parameter: torch.Tensor,  # [rows, columns] or [experts, rows, columns], if it is valid
+) -> None:
     """Raise for a parameter that is no matrix, or of which no group of ranks holds parts."""
     if parameter.ndim not in (2, 3):
         raise ValueError(
@@ -338,6 +410,7 @@ def _check(parameter: torch.Tensor) -> None:
     if not isinstance(parameter, DTensor):
         return
     cuts = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    # The type itself: a strided shard, which tensor parallelism leaves, is refused also where it is a subclass.
     if len(cuts) > 1 or cuts and type(cuts[0]) is not Shard:
         raise ValueError(
             f"a matrix {list(parameter.shape)} is placed as {parameter.placements} on {parameter.device_mesh}: whole"
@@ -346,14 +419,23 @@ def _check(parameter: torch.Tensor) -> None:
         )
 
 
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all groups of `optimizer`."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a parameter that has one."""
     assert parameter.grad is not None
     return parameter.grad
 
 
 def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None) -> Iterator[_Place]:
     """Yield the matrices of a parameter, [rows, columns] or [experts, rows, columns], and how `group` holds them."""
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    ranks, rank = 1, 0
+    if group is not None:
+        ranks, rank = group.size(), group.rank()
     *stack, rows, columns = parameter.shape
     dim = None  # the dimension of the parameter that is cut
     if isinstance(parameter, DTensor):
@@ -363,7 +445,7 @@ def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | 
 
     if stack and dim == 0:  # ranks hold whole experts
         experts = stack[0]
-        chunk = -(-experts // ranks)
+        chunk = -(-experts // ranks)  # of 5 experts on 2 ranks the first holds 3
         for expert in range(experts):
             matrix = Matrix.held_by(expert // chunk, (rows, columns), ranks)
             yield _Place(parameter, number, matrix, expert - rank * chunk)
@@ -372,5 +454,8 @@ def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | 
         matrix = Matrix.replicated((rows, columns), ranks)
     else:  # ranks hold some rows or columns
         matrix = Matrix.sharded((rows, columns), dim - len(stack), ranks)
-    for index in range(stack[0]) if stack else (None,):
-        yield _Place(parameter, number, matrix, index)
+    if not stack:
+        yield _Place(parameter, number, matrix)
+        return
+    for expert in range(stack[0]):
+        yield _Place(parameter, number, matrix, expert)

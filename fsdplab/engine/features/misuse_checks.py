@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def note_taken(units: Iterable[Unit]) -> None:
-    """Somebody has read the parameters of `units`: of those that are unsharded, a list may be kept for a later clip."""
+    """Note that somebody has read the parameters of `units`: of unsharded ones a list may be kept for a later clip."""
     if not compat.inside_backward():
         _taken.update(unit for unit in units if unit.state is UNSHARDED and unit not in _searched)
 
@@ -55,7 +55,10 @@ def _warn_of_lists() -> None:
     _taken.clear()
     _searched.update(searched)
     unsharded = [param.gathered for unit in searched for param in unit.memory.params if param.gathered is not None]
-    holders = [each for each in gc.get_referrers(*unsharded) if type(each) in (list, tuple) and each is not unsharded]
+    holders = []
+    for referrer in gc.get_referrers(*unsharded):
+        if type(referrer) in (list, tuple) and referrer is not unsharded:
+            holders.append(referrer)
     if holders:
         warnings.warn(
             f"a list holds unsharded parameters of unit {searched[0].name!r}: it was taken between a forward and its"
@@ -66,6 +69,7 @@ def _warn_of_lists() -> None:
 
 
 def _refuse_uncollected(unit: Unit, optimizer: Optimizer) -> None:
+    """Raise where `optimizer` steps parameters of `unit`, whose gradients no backward has collected."""
     stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
     if any(id(param.at_rest) in stepped for param in unit.memory.params):
         unit.refuse_uncollected()
@@ -76,18 +80,19 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
     sharded parameter has been replaced.
     """
     held = _parameters_of(optimizer)
-    seen = len(held), ShardedParam.replacements
+    seen = len(held), ShardedParam.replacements  # what changes where there is something new to look at
     if _checked.get(optimizer) == seen:
         return
     name = type(optimizer).__name__
-    left = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
-    if left:
+    from_before = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
+    if from_before:
         raise RuntimeError(
-            f"this optimizer ({name}) was built before the model was sharded: {len(left)} of its {len(held)}"
+            f"this optimizer ({name}) was built before the model was sharded: {len(from_before)} of its {len(held)}"
             " parameters are no longer part of the model; build it after fully_shard or shard_model"
         )
     refuse_unsharded_forms(held, f"this optimizer ({name})", "build it while the model is sharded")
-    replaced = _not_shown([parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")])
+    replaced = [parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")]
+    replaced = _not_shown(replaced)
     if replaced:
         raise RuntimeError(
             f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
@@ -99,15 +104,20 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
         warn_of_late_parameters(root, {id(parameter) for parameter in held})
 
 
-def _has_left(parameter: torch.Tensor, mark: str) -> bool:
+def _has_left(
+    parameter: torch.Tensor,  # any shape
+    mark: str,
+) -> bool:
     """Whether `parameter` bears `mark`, the gradient that it had when it left the model, and has got none since: one
     with a new gradient is trained by another model.
     """
     return hasattr(parameter, mark) and (parameter.grad is None or parameter.grad is getattr(parameter, mark))
 
 
-def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `parameters` that no module shows again, as it does after a replacement for one forward."""
+def _not_shown(
+    parameters: list[torch.Tensor],  # any shapes
+) -> list[torch.Tensor]:
+    """Return those of `parameters` that no module shows again, as it does after a replacement for one forward."""
     if not parameters:
         return []
     sharded = [param for unit in _watched for param in unit.memory.params]
@@ -117,7 +127,11 @@ def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if id(parameter) not in shown]
 
 
-def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, remedy: str) -> None:
+def refuse_unsharded_forms(
+    parameters: Iterable[torch.Tensor],  # any shapes
+    holder: str,
+    remedy: str,
+) -> None:
     """Raise a `RuntimeError` where `parameters` were taken while a unit was unsharded: they never have gradients."""
     held = list(parameters)
     unsharded = sum(hasattr(parameter, "_shown_during_step") for parameter in held)
@@ -130,6 +144,7 @@ def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, reme
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of `optimizer`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -138,8 +153,10 @@ def watch_units(units: Iterable[Unit]) -> None:
     _watched.update(units)
 
 
-def mark_ignored(parameters: Iterable[torch.Tensor]) -> None:
-    """Each rank trains its own copy of `parameters`, as the user has asked."""
+def mark_ignored(
+    parameters: Iterable[torch.Tensor],  # any shapes
+) -> None:
+    """Mark `parameters`, of which each rank trains its own copy, as the user has asked."""
     for parameter in parameters:
         parameter._trained_apart = True
 
@@ -154,13 +171,15 @@ def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None
         return
     sharded = [param for unit in units for param in unit.memory.params]
     owned = {(id(module), attribute) for param in sharded for module, attribute in param.sites()}
-    late = [
-        (f"{prefix}.{attribute}".lstrip("."), parameter)
-        for prefix, module in root.named_modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and (id(module), attribute) not in owned
-        if not hasattr(parameter, "_trained_apart") and (among is None or id(parameter) in among)
-    ]
+    late = []
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or (id(module), attribute) in owned:
+                continue
+            if hasattr(parameter, "_trained_apart"):  # the user has said so, or was warned already
+                continue
+            if among is None or id(parameter) in among:
+                late.append((f"{prefix}.{attribute}".lstrip("."), parameter))
     if not late:
         return
     mark_ignored(parameter for _, parameter in late)
@@ -178,7 +197,10 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:
+def warn_of_low_masters(
+    params: Iterable[tuple[str, torch.Tensor]],  # names, and tensors of any shapes
+    policy: MixedPrecisionPolicy,
+) -> None:
     """Warn where mixed precision was asked for and a trained parameter is kept in no more than what it computes in."""
     low = policy.param_dtype
     if low not in (torch.bfloat16, torch.float16):
@@ -198,19 +220,18 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
     """Have the next forward of `module` warn of buffers of `below`, named by their prefixes, that get memory here
     (`to_empty`), and that nobody has written to by then.
     """
-    were_meta = [
-        (prefix + attribute, each, attribute)
-        for prefix, each in below
-        for attribute, buffer in each._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
+    were_meta: list[tuple[str, nn.Module, str]] = []  # the buffer's whole name, its module and its attribute
+    for prefix, part in below:
+        for attribute, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                were_meta.append((prefix + attribute, part, attribute))
     yield
-    now = [(name, each._buffers[attribute]) for name, each, attribute in were_meta]
-    unwritten = [
-        (name, weakref.ref(buffer), buffer._version)
-        for name, buffer in now
-        if buffer is not None and not buffer.is_meta
-    ]
+    unwritten: Unwritten = []
+    for name, part, attribute in were_meta:
+        buffer = part._buffers[attribute]
+        if buffer is not None and not buffer.is_meta:
+            # Whoever writes to a tensor raises its version.
+            unwritten.append((name, weakref.ref(buffer), buffer._version))
 
     @compat.not_compiled
     def warn_once(module: nn.Module, _: Any) -> None:
@@ -224,10 +245,11 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
 def _warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:
     """Warn of buffers that still hold what `to_empty` left in them."""
     shown = {id(buffer) for module in modules for buffer in module._buffers.values()}
-    names = [
-        name for name, reference, version in buffers
-        if (buffer := reference()) is not None and id(buffer) in shown and buffer._version == version
-    ]  # fmt: skip
+    names = []
+    for name, reference, version in buffers:
+        buffer = reference()
+        if buffer is not None and id(buffer) in shown and buffer._version == version:
+            names.append(name)
     if names:
         warnings.warn(
             f"buffers {', '.join(names)} hold garbage: to_empty gave them memory and nothing wrote to them since;"

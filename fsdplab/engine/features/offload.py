@@ -63,13 +63,22 @@ class HostStorage(ShardStorage):
             )
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of host memory, [nbytes] (uint8)."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.pin)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> bool:
         """Whether `tensor` is where `make` would put it."""
         return tensor.device.type == "cpu"
 
-    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
+    def send(
+        self,
+        write: Callable[[torch.Tensor], object],  # fills the tensor that it is given
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> Pending:
+        """Have `write` fill `target` on the stream on which shards arrive: the copy hides behind what computes."""
         if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
@@ -80,11 +89,16 @@ class HostStorage(ShardStorage):
         return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
 
     def await_copies(self) -> None:
+        """Wait for the last copy of a shard to the device, and with it for all before it."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
 
-    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+    def take(
+        self,
+        gradients: Iterable[torch.Tensor],  # any shapes: this rank's rows of each average
+    ) -> tuple[Iterable[torch.Tensor], Pending]:
+        """Begin to copy gradients to host memory; return where each will be, and what the host waits for."""
         values = list(gradients)
         if not values or not compat.has_streams(values[0].device):
             return super().take([value.cpu() for value in values])
@@ -112,17 +126,30 @@ class FileStorage(HostStorage):
             )
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of a new file, [nbytes] (uint8)."""
         return mapped.zeros(self.folder, nbytes, f"unit {unit!r}")
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> bool:
+        """Whether `tensor` is mapped from a file."""
         return mapped.file_under(tensor) is not None
 
-    def will_read(self, flat: torch.Tensor) -> None:
+    def will_read(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
+        """Begin to read the file under `flat`, and the one that followed it last time."""
         if flat.numel():
             mapped.bring_in(flat)
             mapped.bring_in_all(_order.next_after(flat.data_ptr()))
 
-    def done_reading(self, flat: torch.Tensor) -> None:
+    def done_reading(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
+        """Take the pages of `flat` out of memory."""
         mapped.let_go(flat, self.keep_cached)
 
 
@@ -137,7 +164,11 @@ class _Leaving:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._last: tuple[torch.cuda.Event, Sequence[torch.Tensor]] | None = None
 
-    def copy(self, values: Sequence[torch.Tensor], landings: Sequence[torch.Tensor]) -> Pending:
+    def copy(
+        self,
+        values: Sequence[torch.Tensor],  # any shapes, on the device
+        landings: Sequence[torch.Tensor],  # of the shapes and dtypes of `values`, on the host
+    ) -> Pending:
         """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
         current = torch.cuda.current_stream(self._device)
         if self._last is not None:
@@ -158,25 +189,32 @@ class _Leaving:
 
 @cache
 def _leaving(device: torch.device) -> _Leaving:
-    """One a device, whatever storages the units have."""
+    """Return what copies gradients from `device`, one a device whatever storages the units have."""
     return _Leaving(device)
 
 
 @cache
 def _arriving(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which shards are copied to `device`."""
+    """Return the stream on which shards are copied to `device`."""
     return torch.cuda.Stream(device)
 
 
-def end_to_end(values: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of the dtypes, shapes and order of `values`, in one piece of memory; `make` returns so many bytes."""
+def end_to_end(
+    values: Sequence[torch.Tensor],  # any shapes, any dtypes
+    make: Callable[[int], torch.Tensor],  # from a number of bytes: [bytes] (uint8)
+) -> list[torch.Tensor]:
+    """Return tensors of the dtypes, shapes and order of `values`, in one piece of memory."""
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     piece = make(sum(sizes))
     return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
 
 
-def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+def _view(
+    piece: torch.Tensor,  # [bytes] (uint8)
+    start: int,
+    like: torch.Tensor,  # any shape, any dtype
+) -> torch.Tensor:
+    """Return the bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
     strides = torch.empty_like(like, device="meta").stride()
     return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
@@ -189,7 +227,7 @@ class _Order:
         self._last = (0, 0)
 
     def next_after(self, address: int) -> int:
-        """Note that `address` is read; the one to expect after it, or 0."""
+        """Note that `address` is read; return the one to expect after it, or 0."""
         self._followed[self._last] = address
         self._last = (self._last[1], address)
         return self._followed.get(self._last, 0)
@@ -199,7 +237,7 @@ _order = _Order()  # of all units of this process, also where `fully_shard` gave
 
 
 def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> ShardStorage:
-    """The storage that `policy` asks for, for shards that are computed on `device`.
+    """Return the storage that `policy` asks for, for shards that are computed on `device`.
 
     Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at
     rest to offload.
@@ -215,7 +253,7 @@ def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy
 
 
 def away_from(policy: OffloadPolicy) -> HostStorage:
-    """The storage of a policy that does offload; raises `ValueError` for any other."""
+    """Return the storage of a policy that does offload; raises `ValueError` for any other."""
     if isinstance(policy, CPUOffloadPolicy):
         return HostStorage(policy.pin_memory)
     if isinstance(policy, NVMeOffloadPolicy):

@@ -43,8 +43,9 @@ def offload_optimizer(
     _check(optimizer, ahead, part_bytes)
     storage = away_from(policy)
     original = type(optimizer)
-    made = type(f"Offloaded{original.__name__}", (OffloadedOptimizer, original), {"__module__": original.__module__})
-    optimizer.__class__ = _classes.setdefault(original, made)
+    name = f"Offloaded{original.__name__}"
+    made = type(name, (OffloadedOptimizer, original), {"__module__": original.__module__})
+    optimizer.__class__ = _classes.setdefault(original, made)  # one class for all optimizers of a kind
     optimizer._offloading = _Offloading(storage, ahead, part_bytes)
     optimizer._patch_step_function()  # step hooks run once a step, not once a part
     optimizer._put_all_away()
@@ -121,6 +122,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # With ahead=1 and three parts: bring in 1 and 2, step on 1, bring in 3, step on 2, step on 3.
         parts = list(self._parts())
         begun = 0  # how many parts are here, or on their way
         for index, part in enumerate(parts):
@@ -182,12 +184,13 @@ class OffloadedOptimizer(Optimizer):
     def _step_on(self, part: _Part) -> None:
         """Make the original step, which sees `part` and nothing else."""
         everything, params = self.param_groups, part.group["params"]
-        options = {key: value for key, value in part.group.items() if key != "params"}
+        options = {key: value for key, value in part.group.items() if key != "params"}  # learning rate and so on
         step = super().step.__func__
         if getattr(step, "hooked", False):  # the hooks belong to the whole step
             step = step.__wrapped__
-        if part.arrived is not None:
+        if part.arrived is not None:  # the device waits, not the host
             torch.cuda.current_stream(part.params[0].device).wait_event(part.arrived)
+        # The step sees one group with the parameters of this part; options that it reads are those of the group.
         try:
             self.param_groups, part.group["params"] = [part.group], part.params
             step(self)
@@ -202,16 +205,18 @@ class OffloadedOptimizer(Optimizer):
 
     def _bring_in(self, part: _Part) -> None:
         """Begin to read what `part` needs, and to copy state that rests on the host to parameters on a device."""
-        items, resting = self._items(part.params), self._offloading.resting
-        for tensor in (*part.params, *(item.value for item in items)):
-            mapped.bring_in(compat.local_of(tensor))
+        items = self._items(part.params)
+        for param in part.params:
+            mapped.bring_in(compat.local_of(param))
+        for item in items:
+            mapped.bring_in(item.local)
         away = [item for item in items if item.local.device != item.param.device]
         if not away:
             return
         lift = self._lift_to(part.params[0].device)
         copies, part.arrived = lift.bring([item.local for item in away])
         for item, copy in zip(away, copies):
-            resting[item.param, item.key] = item.local
+            self._offloading.resting[item.param, item.key] = item.local  # where it goes back to after the step
             self.state[item.param][item.key] = _like(item.value, copy)
 
     def _put_away(self, part: _Part) -> None:
@@ -220,24 +225,29 @@ class OffloadedOptimizer(Optimizer):
         leaving = [item for item in self._items(part.params) if not storage.holds(item.local)]
         rests = self._rests_of(leaving)
         if leaving and leaving[0].local.device.type == "cuda":
-            self._lift_to(leaving[0].local.device).put_away([item.local for item in leaving], rests)
+            lift = self._lift_to(leaving[0].local.device)
+            lift.put_away([item.local for item in leaving], rests)
         else:
             for item, rest in zip(leaving, rests):
                 rest.copy_(item.local)
         for item, rest in zip(leaving, rests):
             self.state[item.param][item.key] = _like(item.value, rest)
-        for tensor in (*part.params, *(item.value for item in self._items(part.params))):
-            mapped.let_go(compat.local_of(tensor), storage.keep_cached)
+        for param in part.params:
+            mapped.let_go(compat.local_of(param), storage.keep_cached)
+        for item in self._items(part.params):  # again: the state is where it rests now
+            mapped.let_go(item.local, storage.keep_cached)
 
     def _rests_of(self, items: Sequence[_Item]) -> list[torch.Tensor]:
         """Return where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
         known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
         new = [item.local for item, rest in zip(items, known) if rest is None]
+        if not new:
+            return known
 
         def memory(nbytes: int) -> torch.Tensor:
             return self._offloading.storage.make(nbytes, "optimizer state")
 
-        made = iter(end_to_end(new, memory) if new else [])
+        made = iter(end_to_end(new, memory))
         return [next(made) if rest is None else rest for rest in known]
 
     def _lift_to(self, device: torch.device) -> _Lift:
@@ -255,16 +265,26 @@ class _Lift:
     """
 
     def __init__(self, device: torch.device, ahead: int) -> None:
-        self._device, self._ahead, self._stream = device, ahead, torch.cuda.Stream(device)
+        self._device = device
+        self._ahead = ahead
+        self._stream = torch.cuda.Stream(device)
+        # The values of each part that is leaving, and the event that says that they have left.
         self._leaving: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
-    def bring(self, rests: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+    def bring(
+        self,
+        rests: Sequence[torch.Tensor],  # any shapes, on the host
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
         """Begin to copy `rests` to the device; return the copies, and what says that they are complete."""
         with torch.cuda.stream(self._stream):
             copies = [rest.to(self._device, non_blocking=True) for rest in rests]
             return copies, self._stream.record_event()
 
-    def put_away(self, values: list[torch.Tensor], rests: Sequence[torch.Tensor]) -> None:
+    def put_away(
+        self,
+        values: list[torch.Tensor],  # any shapes, on the device
+        rests: Sequence[torch.Tensor],  # of the shapes of `values`, on the host
+    ) -> None:
         """Copy `values` to `rests` once the device's present work is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -281,7 +301,10 @@ class _Lift:
         self._leaving.clear()
 
 
-def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _like(
+    value: torch.Tensor,  # any shape: a state as the optimizer has it
+    local: torch.Tensor,  # any shape: what this rank holds of it
+) -> torch.Tensor:
     """Return `local` as a DTensor where `value` is one."""
     if isinstance(value, DTensor):
         return compat.dtensor_of(local, value._spec)

@@ -40,18 +40,20 @@ _ATTENTIONS = {
 
 @cache
 def recompute_of(choice: str) -> Callable[..., Any] | None:
-    """What runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
+    """Return what runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
     if choice not in CHECKPOINTS:
         raise ValueError(f"unknown checkpoint {choice!r}; expected one of {', '.join(CHECKPOINTS)}")
     if choice == "none":
         return None
-    options = {} if choice == "full" else {"context_fn": _every_other_product}
+    options = {}
+    if choice == "selective":
+        options["context_fn"] = _every_other_product
     return partial(checkpoint, use_reentrant=False, **options)
 
 
 @cache
 def recomputing(kind: type[nn.Module], recompute: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `kind`, under its name, whose forward is run by `recompute` where gradients are wanted."""
+    """Return a subclass of `kind`, under its name, whose forward is run by `recompute` where gradients are wanted."""
 
     @wraps(kind.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +65,7 @@ def recomputing(kind: type[nn.Module], recompute: Callable[..., Any]) -> type[nn
 
 
 def _every_other_product() -> Any:
+    """Return the contexts of one checkpointed forward: attentions and every other matrix product are saved."""
     seen = {False: 0, True: 0}  # in the forward, in the recomputation: both must take the same decisions
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -30,22 +30,35 @@ class CustomTransport(StagedTransport):
         self._overflows_in_float16 = scatter is None
 
     def separate_reductions(self, enable: bool) -> None:
-        """As below, and for good: what is made over the same transport later reduces in the same group."""
+        """Do as the transport below, and for good: what is made over it later reduces in the same group."""
         self.below.separate_reductions(enable)
         super().separate_reductions(enable)
 
     def _staging(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
+        """Return memory, [numel], of the collective of that role where it is the user's, else of torch."""
         comm = self.gather if role == "gather" else self.scatter
         if comm is None:
             return super()._staging(numel, dtype, role)
         return comm.allocate((numel,), dtype=dtype, device=self.device)
 
-    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+    def _gather(
+        self,
+        staging: torch.Tensor,  # [ranks * shard elements]
+        send: torch.Tensor,  # [shard elements], this rank's
+        asynchronous: bool,
+    ) -> Any:
+        """Issue the user's all-gather, if there is one."""
         if self.gather is None:
             return super()._gather(staging, send, asynchronous)
         return self.gather(staging, send, self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+    def _reduction(
+        self,
+        send: torch.Tensor,  # [ranks * shard elements]
+        output: torch.Tensor,  # [shard elements], this rank's part of the average
+        average: Average,
+    ) -> Reduction:
+        """Return how to sum by the user's reduce-scatter, if there is one."""
         if self.scatter is None:
             return super()._reduction(send, output, average)
         received = self._staging(output.numel(), output.dtype, "scatter")
@@ -66,7 +79,11 @@ class GroupMemory:
         """Return memory of the group."""
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
-    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+    def register(
+        self,
+        group: dist.ProcessGroup,
+        *tensors: torch.Tensor,  # any shapes
+    ) -> None:
         """Make `tensors` known to all ranks of `group`, before its collective uses them."""
 
 
@@ -85,7 +102,11 @@ class SymmetricMemory(GroupMemory):
         with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+    def register(
+        self,
+        group: dist.ProcessGroup,
+        *tensors: torch.Tensor,  # any shapes
+    ) -> None:
         """Meet the other ranks over `tensors`."""
         for tensor in tensors:
             self._memory.rendezvous(tensor, group=group.group_name)
@@ -98,8 +119,15 @@ class CollectiveIn:
         self.memory, self.allocate, self._collective = memory, memory.allocate, collective
 
     def __call__(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any = None, *, async_op: bool
+        self,
+        output: torch.Tensor,  # [ranks * elements] of a gather, [elements] of a reduction
+        source: torch.Tensor,  # [elements] of a gather, [ranks * elements] of a reduction
+        group: dist.ProcessGroup,
+        op: Any = None,
+        *,
+        async_op: bool,
     ) -> Any:
+        """Make the buffers known to all ranks, then issue the collective."""
         if source.numel() < output.numel():  # a gather, whose source is a part of its output
             self.memory.register(group, output)
         else:
@@ -162,10 +190,15 @@ def _check_not_custom(transport: Transport, method: str) -> None:
             raise AssertionError(f"{method} cannot be used with a collective of your own ({type(comm).__name__})")
 
 
-def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
+def on_stream(
+    hook: Callable[[torch.Tensor], None],  # is given [shard elements]
+    stream: torch.cuda.Stream,
+) -> Callable[[torch.Tensor], None]:
     """Return a function that runs `hook` on `stream`, between what came before and what comes after."""
 
-    def hooked(reduced: torch.Tensor) -> None:
+    def hooked(
+        reduced: torch.Tensor,  # [shard elements]
+    ) -> None:
         device = torch.get_device_module(reduced.device)
         stream.wait_stream(device.current_stream())
         with device.stream(stream), events.span("all_reduce_hook"):

@@ -25,12 +25,14 @@ class State:
     """The unit of a module. Reading it before the first forward does not decide who the root is."""
 
     def __init__(self, modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
-        self._module, self._hooks = weakref.ref(modules[0]), hooks
+        self._module = weakref.ref(modules[0])
+        self._hooks = hooks
         self._mp_policy = hooks.policy
-        self._groups = [Group(each.unit, each) for each in (hooks, *hooks.beside)]
-        self._pre_forward_hook_handle, self._post_forward_hook_handle = (
-            _MultiHandle(tuple(each)) for each in hooks.handles
-        )
+        # One unit for each mesh that the module's parameters are cut over; usually there is one.
+        self._groups = [Group(unit_hooks.unit, unit_hooks) for unit_hooks in (hooks, *hooks.beside)]
+        before, after = hooks.handles
+        self._pre_forward_hook_handle = _MultiHandle(tuple(before))
+        self._post_forward_hook_handle = _MultiHandle(tuple(after))
         _states[hooks.unit] = weakref.ref(self)
         for module in modules:
             compat.register_state(module, self)
@@ -45,7 +47,9 @@ class State:
 
     @property
     def _is_root(self) -> bool | None:
-        return None if self._hooks.runtime is None else self._hooks.runtime.root is self._hooks.unit
+        if self._hooks.runtime is None:  # no forward has decided it yet
+            return None
+        return self._hooks.runtime.root is self._hooks.unit
 
     @property
     def _fsdp_param_groups(self) -> list[Group]:
@@ -59,22 +63,28 @@ class State:
                 f"Expected at most 1 param group for backward compatibility, but got {len(groups)}: use"
                 " _fsdp_param_groups where shard_placement_fn cuts parameters over several meshes"
             )
-        return groups[0] if groups else None
+        if not groups:
+            return None
+        return groups[0]
 
     def _lazy_init(self) -> None:
+        """Make the module a root, if no forward has decided that yet."""
         if self._hooks.runtime is None:
             bind_root(self._module())
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Do what the unit's hooks do before a forward, with the detours of its groups."""
         args, kwargs = before_forward(module, args, kwargs)
         for group in self._groups:
             group._take_part()
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Do what the unit's hooks do after a forward."""
         return after_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
+        """End the backward of the root."""
         if self._hooks.runtime is not None:
             self._hooks.runtime.end_backward()
 
@@ -83,10 +93,16 @@ class Context:
     """What all units of a root share."""
 
     def __init__(self, hooks: UnitHooks) -> None:
-        self._root = hooks.runtime.root if hooks.runtime else hooks.unit
-        units = hooks.runtime.units.values() if hooks.runtime is not None else ()
-        found = (reference() for unit in units if (reference := _states.get(unit)) is not None)
-        self.all_states = [state for state in found if state is not None]
+        self._root = hooks.unit
+        self.all_states: list[State] = []
+        if hooks.runtime is None:
+            return
+        self._root = hooks.runtime.root
+        for unit in hooks.runtime.units.values():
+            reference = _states.get(unit)
+            state = None if reference is None else reference()
+            if state is not None:
+                self.all_states.append(state)
 
     @property
     def is_last_backward(self) -> bool:
@@ -111,15 +127,19 @@ class Group:
 
     @property
     def _module_fqn(self) -> str | None:
-        return ", ".join(self._unit.memory.module_names) if self._hooks.runtime is not None else None
+        if self._hooks.runtime is None:
+            return None
+        return ", ".join(self._unit.memory.module_names)
 
     def _name_from_root(self, name: str) -> str | None:
-        """The name of a parameter in the root; modules that form a unit together are in the order of the tree."""
+        """Return a parameter's name in the root; modules that form a unit together are in the order of the tree."""
         if self._hooks.runtime is None:
             return None
         modules = self._unit.memory.module_names
-        number, dot, rest = name.partition(".") if len(modules) > 1 else ("0", ".", name)
-        return f"{modules[int(number)]}{dot}{rest}".lstrip(".")
+        number, rest = "0", name
+        if len(modules) > 1:  # "1.weight" is the weight of the second module
+            number, _, rest = name.partition(".")
+        return f"{modules[int(number)]}.{rest}".lstrip(".")
 
     @property
     def is_unsharded(self) -> bool:
@@ -150,10 +170,12 @@ class Group:
         """Have the runtime call what somebody has put in place of these two methods."""
         runtime = self._hooks.bound
         for name, call in (("pre_backward", "before_backward"), ("post_backward", "after_backward")):
-            if name in self.__dict__ and not isinstance(getattr(runtime, call), _Detours):
-                setattr(runtime, call, _Detours(getattr(runtime, call)))
-            if isinstance(detours := getattr(runtime, call), _Detours):
-                detours.instead[self._unit] = self.__dict__.get(name)
+            method = getattr(runtime, call)
+            if name in self.__dict__ and not isinstance(method, _Detours):
+                method = _Detours(method)
+                setattr(runtime, call, method)
+            if isinstance(method, _Detours):
+                method.instead[self._unit] = self.__dict__.get(name)
 
 
 class _Detours:
@@ -164,7 +186,8 @@ class _Detours:
         self.instead: dict[Unit, Callable[[], None] | None] = {}
 
     def __call__(self, unit: Unit) -> None:
-        if (instead := self.instead.get(unit)) is None:
+        instead = self.instead.get(unit)
+        if instead is None:
             self._method(unit)
         else:
             instead()

@@ -28,7 +28,13 @@ class GlooTransport(StagedTransport):
         self._backend = group._get_backend(device)
         self._announced = compat.silent_group(self.rank, self.ranks)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+    def _reduction(
+        self,
+        send: torch.Tensor,  # [ranks * shard elements]
+        output: torch.Tensor,  # [shard elements], this rank's part of the average
+        average: Average,
+    ) -> Reduction:
+        """Return how to sum `send` into `output`: an all-to-all, then a sum on this rank."""
         received = torch.empty_like(send)
         events.tag("communication_buffers", received, "")
 
@@ -40,7 +46,9 @@ class GlooTransport(StagedTransport):
 
 
 def announce(
-    kind: str, group: dist.ProcessGroup, buffers: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    kind: str,
+    group: dist.ProcessGroup,
+    buffers: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,  # output and source, flat
 ) -> None:
     """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler.
 

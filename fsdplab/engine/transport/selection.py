@@ -38,7 +38,7 @@ _known: dict[tuple[int, str], Known] = {}
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "auto") -> Transport:
-    """The transport for `group`, one for all units that use it; every rank of the group must call it, and no other.
+    """Return the transport for `group`, one for all units that use it; its ranks must call it, and no others.
 
     One that has failed in the middle of a collective begins anew: who builds a model again after that can train.
     Raises `ValueError` for an unknown name, and where the wanted transport cannot work here.
@@ -66,6 +66,7 @@ def forget_destroyed() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    """Make the transport for a group: staged on GPUs and over other backends than gloo, else by what `wanted` says."""
     backend = compat.backend_of(group, device)
     if device.type == "cuda" or wanted == "auto" and backend != "gloo":
         return StagedTransport(group, device)

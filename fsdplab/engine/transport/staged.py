@@ -51,13 +51,14 @@ class StagedTransport(Transport):
         """
         layout = whole.layout
         numel = shard.nbytes // shard.dtype.itemsize
-        staging = self._staging(self.ranks * numel, shard.dtype, "gather")  # [ranks * elements of a shard]
+        staging = self._staging(self.ranks * numel, shard.dtype, "gather")  # [ranks * shard elements]
         events.tag("communication_buffers", staging, label.unit)
         written = None  # what to wait for before the shard is sent
         if shard.resident is not None and not self._gathers_in_place:
             send = shard.resident.view(shard.dtype)
-        else:
-            send = staging[self.rank * numel : (self.rank + 1) * numel]
+        else:  # in its own place in the result: rank 1 of 2 writes the second half of `staging`
+            first = self.rank * numel
+            send = staging[first : first + numel]
             written = shard.write(send.view(torch.uint8))
 
         def issue(asynchronous: bool) -> Any:
@@ -69,10 +70,16 @@ class StagedTransport(Transport):
                 unpack(staging, whole)
 
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        return self._gather_stream.run(Job(issue, lambda: None, departure, (staging, send), written, copy_out))
+        job = Job(issue, lambda: None, departure, (staging, send), written, copy_out)
+        return self._gather_stream.run(job)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Average every rank's `gradients` (None where one is missing), and leave this rank's shard in `output`."""
         before = 1.0  # what is divided by before the sum, which could overflow
@@ -88,18 +95,21 @@ class StagedTransport(Transport):
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         sum_up = events.span("reduce_scatter", label.unit)(sum_up)
-        return self._reduce_stream.run(Job(issue, sum_up, departure, (send, received, output)))
+        job = Job(issue, sum_up, departure, (send, received, output))
+        return self._reduce_stream.run(job)
 
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], this rank's sum over the shards
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
-        after: Pending | None = None,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
+        after: Pending | None = None,  # the work on another stream that fills `buffer`
     ) -> Pending:
         """Average `buffer` over all ranks in place."""
-        before = half(average.factor) if buffer.dtype is torch.float16 else 1.0
+        before = 1.0  # what is divided by before the sum, which could overflow
+        if buffer.dtype is torch.float16:
+            before = half(average.factor)
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", label.unit):
@@ -109,7 +119,8 @@ class StagedTransport(Transport):
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         finish = average.after(before).finish_once(buffer)
-        return self._all_reduce_stream.run(Job(issue, finish, departure, (buffer,), after))
+        job = Job(issue, finish, departure, (buffer,), after)
+        return self._all_reduce_stream.run(job)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.
@@ -124,11 +135,21 @@ class StagedTransport(Transport):
         """Return memory for a "gather" or a "scatter" of `numel` elements."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+    def _gather(
+        self,
+        staging: torch.Tensor,  # [ranks * shard elements], rank after rank
+        send: torch.Tensor,  # [shard elements], this rank's
+        asynchronous: bool,
+    ) -> Any:
         """Issue the all-gather of `send`, [elements of a shard], into `staging`."""
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+    def _reduction(
+        self,
+        send: torch.Tensor,  # [ranks * shard elements], rank after rank
+        output: torch.Tensor,  # [shard elements], this rank's part of the average
+        average: Average,
+    ) -> Reduction:
         """Return how to sum `send`, [ranks * elements of a shard], into `output`, [elements of a shard]."""
 
         def issue(asynchronous: bool) -> Any:

@@ -38,9 +38,11 @@ class HostStream:
         start = time.time_ns()
         job.departure.leave()
         work = job.issue(True)
-        done: list[int] = []
-        if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
-            future.then(lambda _: done.append(time.time_ns()))
+        done: list[int] = []  # when the bytes were moved, as soon as a thread of the backend tells
+        if events.listening() and isinstance(work, dist.Work):
+            future = _future(work)
+            if future is not None:
+                future.then(lambda _: done.append(time.time_ns()))
 
         def move() -> None:
             awaited = time.time_ns()
@@ -55,14 +57,14 @@ class HostStream:
             awaited = time.time_ns()
             while steps:
                 steps[0]()
-                del steps[0]
+                del steps[0]  # only now: a step that was interrupted is run again
             job.departure.arrive(awaited)
 
         return Pending(finish, *job.buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
 
 
 def _future(work: dist.Work) -> torch.futures.Future | None:
-    """What tells when a collective is done; works of groups written in Python need not have it."""
+    """Return what tells when a collective is done; works of groups written in Python need not have it."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -84,7 +86,8 @@ class CudaStream:
     def run(self, job: Job) -> Pending:
         """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
         timed = events.listening()
-        start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=timed)
+        end = torch.cuda.Event(enable_timing=timed)
         if job.after is not None and job.after.event is not None:
             self._stream.wait_event(job.after.event)
         else:
@@ -96,8 +99,9 @@ class CudaStream:
             job.complete()
             end.record()
         wait = _StreamWait(self._stream.device, end, timed)
-        if timed:
-            begun, ended = self._clock.when(start), self._clock.when(end)
+        if timed:  # the row is written at the end of the step, when the device is idle and the times can be read
+            begun = self._clock.when(start)
+            ended = self._clock.when(end)
             events.defer(lambda: job.departure.moved(begun(), ended(), wait.nanoseconds()))
 
         def finish() -> None:
@@ -125,13 +129,15 @@ class _StreamWait:
         self._around[1].record(stream)
 
     def nanoseconds(self) -> int:
-        """How long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
-        return _nanoseconds(*self._around) if self._around else 0
+        """Return how long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
+        if self._around is None:
+            return 0
+        return _nanoseconds(*self._around)
 
 
 @cache
 def comm_stream(device: torch.device, role: str) -> CudaStream:
-    """One high-priority stream per device and role (gather, reduce, all_reduce), shared by all units."""
+    """Return the high-priority stream of a device and role (gather, reduce, all_reduce), shared by all units."""
     with torch.cuda.device(device):
         return CudaStream(torch.cuda.Stream(device, priority=-1), device_clock(device))
 
@@ -152,7 +158,7 @@ class DeviceClock:
         self._zero_ns = 0
 
     def when(self, event: torch.cuda.Event) -> Callable[[], int]:
-        """What tells, once the device is idle, when `event`, which is recorded already, happened."""
+        """Return what tells, once the device is idle, when `event`, which is recorded already, happened."""
         self._asked += 1
         number = self._asked
 
@@ -164,18 +170,23 @@ class DeviceClock:
         return happened
 
     def _set_zero(self) -> None:
+        """Record a new event to count back from, and note when the host sees it."""
         with torch.cuda.device(self._device):
-            self._zero, before = torch.cuda.Event(enable_timing=True), time.time_ns()
+            self._zero = torch.cuda.Event(enable_timing=True)
+            before = time.time_ns()
             self._zero.record()
             self._zero.synchronize()
-            self._zero_ns, self._covered = (before + time.time_ns()) // 2, self._asked
+            after = time.time_ns()
+            self._zero_ns = (before + after) // 2  # it happened between the two
+            self._covered = self._asked
 
 
 def _nanoseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    """Return the time between two events of a device that is idle now."""
     return int(start.elapsed_time(end) * 1e6)
 
 
 @cache
 def device_clock(device: torch.device) -> DeviceClock:
-    """The one clock of all streams of a device."""
+    """Return the one clock of all streams of a device."""
     return DeviceClock(device)

@@ -13,13 +13,17 @@ from fsdplab.common.words import MISSING
 from fsdplab.planning.advice import plan_json
 from fsdplab.planning.bands import Band, memory_band, speed_band
 from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
+from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan, plan_of, shortfall
+from fsdplab.planning.planner import Plan, plan_of
+from fsdplab.planning.remedies import Remedy, in_cards, in_words, lacking, remedies
 from fsdplab.planning.simulation import simulate
+from fsdplab.planning.step_time import MOST_PASSES
 from fsdplab.records import RunRecord
 
-from .controls import command_of, spec_of
+from .controls import command_of, offered, spec_of
 from .drawings import memory_drawing, step_drawing
 
 _LEAST, _MOST = 280, 1400  # pixels of a drawing
@@ -33,7 +37,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     try:
         spec = spec_of(choice)
         found = plan_of(spec)
-        record = simulate(spec) if found.time and spec.pipeline_parallel == 1 else None
+        record = simulate(spec) if found.time and _is_simulated(spec) else None
     except UserError as error:
         return {"error": escape(str(error))}
     room, band = max(_LEAST, min(_MOST, width)), memory_band(spec)
@@ -42,6 +46,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     return {
         "error": "",
         "verdict": _verdict(found, around[1]),
+        "remedies": "" if found.fits else "".join(_remedies(found, choice)),
         "quantities": "".join(_quantity(*each) for each in _quantities(found, band)),
         "memory": memory_drawing(found, around, room),
         "categories": _categories(found),
@@ -50,6 +55,10 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
         **{name: escape(text) for name, text in copies.items()},
         "json": escape(json.dumps(plan_json(found), indent=2)),
     }
+
+
+def _is_simulated(spec: PlanSpec) -> bool:
+    return spec.pipeline_parallel == 1 and spec.model.layers * spec.grad_accum <= MOST_PASSES
 
 
 def answered(choice: str, width: int) -> str:
@@ -61,11 +70,36 @@ def _verdict(found: Plan, high: float) -> str:
     """Whether it fits, and why; `high` is the upper end of the peak's band in bytes."""
     fitness, card, reserved = found.fitness, found.spec.gpu.memory_bytes, found.memory.reserved_bytes
     more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({size(reserved)})"
-    words = shortfall(found) or (
+    words = lacking(found) or (
         f"{size(found.memory.peak.total)} of {size(card)} at the peak; {'also' if fitness == 'yes' else 'not'} with"
         f" {more}"
     )
     return f'<b class="{fitness}">fits: {fitness}</b> {escape(words)}'
+
+
+def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
+    """What makes the plan fit, each with a button that chooses it where the controls offer it."""
+    ways = remedies(found.spec)
+    for remedy in ways:
+        yield f"<li>{_remedy(remedy, choice)}</li>"
+    if not ways:
+        yield "<li>No change tried makes it fit; take a smaller model or larger cards.</li>"
+    cards = in_cards(found.spec)
+    if cards:
+        yield f"<li>In cards alone: {escape(cards)}.</li>"
+
+
+def _remedy(remedy: Remedy, choice: Mapping[str, str]) -> str:
+    """A button with the flags, and the figures behind it."""
+    chosen = offered(choice, dict(remedy.changes))
+    flags, words = escape(remedy.words), escape(in_words(remedy).removeprefix(remedy.words).strip(" ()"))
+    if chosen is None:
+        return f"<code>{flags}</code> {words}; fits: {remedy.fitness}"
+    values = escape(json.dumps(chosen))
+    return (
+        f'<button type="button" class="remedy" data-choice="{values}"><code>{flags}</code></button>'
+        f" {words}; fits: {remedy.fitness}"
+    )
 
 
 def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
@@ -92,12 +126,22 @@ def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
         yield "optimizer on the CPU", seconds(time.host_optimizer_s), f"of the step's compute; {OPTIMIZER_SOURCE}"
         words = f"{seconds(time.exposed_copies_s)} exposed, {seconds(time.copies_s)} alone"
         yield "copies to and from the host", words, f"over {host_link(found.spec).name}, at its specification's rate"
+    for name, words in sentences(elsewhere(found.spec)):
+        value, _, rest = words.partition(" ")
+        unit, _, rest = rest.partition(" ")
+        yield name, f"{value} {unit}", rest
     exposed = max(0.0, time.exposed_s)
     yield (
         "exposed communication and copies" if found.spec.offload else "exposed communication",
         f"{exposed / time.step_s:.1%}",
-        f"{seconds(exposed)} of a step; no published run says it, so no band is known",
+        f"{seconds(exposed)} of a step; {_exposed_words(found.spec)}",
     )
+
+
+def _exposed_words(spec: PlanSpec) -> str:
+    """The band of exposed time on cards whose collectives go through host memory, or why there is none."""
+    peers = peerless_band(spec)
+    return peers.words if peers else "no published run says it, so no band is known"
 
 
 def _quantity(name: str, value: str, beside: str) -> str:
@@ -130,9 +174,12 @@ def _first_rank(record: RunRecord) -> list[dict[str, object]]:
 def _step_words(found: Plan, record: RunRecord | None) -> str:
     if found.time is None:
         return f"No bf16 FLOP/s are known for {found.spec.gpu.name}, so no step is drawn."
+    if record is None and found.spec.pipeline_parallel == 1:
+        return "A step of so many micro-batches is predicted in closed form, and none is drawn."
     if record is None:
         return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
     return (
         f"Simulated event by event with the engine's own schedule: {seconds(record.summary.step_time_s.median)}; the"
-        f" closed form says {seconds(found.time.step_s)}."
+        f" closed form says {seconds(found.time.step_s)}. Compute beside collectives is drawn longer by the"
+        f" {seconds(found.time.slowed_s)} that these take of it."
     )

@@ -7,12 +7,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fsdplab.common.names import STRATEGIES
+from fsdplab.common.sizes import parse_size
+from fsdplab.planning.as_flags import Changes
 from fsdplab.planning.hardware import GPUS, NETWORKS
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, OPTIMIZERS, PlanSpec, flag_of
 from fsdplab.planning.planner import plan_spec
 from fsdplab.workloads.shapes import SHAPES
 
-USUAL = "usual"  # of the network: what the table of GPUs has
+USUAL = "usual"  # of the network and the host: what the tables have for the GPU; of a frozen base: that of computing
+# whole nodes of eight GPUs, near each other where remedies lie
+_GPUS = (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16_384)
+# what smaller micro-batches make of one and of each other
+_PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_HOSTS = ("128GB", "256GB", "512GB", "1TB", "1.5TB", "2TB", "4TB")
 _FEWEST_LAYERS = 12  # of a model that is offered: smaller ones are the lab's own, for CPUs
 _MODEL, _GPU = "llama-3.1-8b", "h100-80gb"  # those of `fsdplab plan`
 
@@ -47,7 +54,7 @@ def controls() -> tuple[Control, ...]:
     return (
         Control("model", "Model", models, _MODEL),
         Control("gpu", "GPU", tuple(map(short_name, GPUS)), _GPU),
-        _of_a_field("gpus", "GPUs", _powers(1, 16_384)),
+        _of_a_field("gpus", "GPUs", tuple(map(str, _GPUS))),
         Control("network", "Network", (USUAL, *NETWORKS), USUAL),
         _of_a_field("strategy", "Strategy", STRATEGIES),
         _of_a_field("micro_batch", "Micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")),
@@ -58,11 +65,15 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
         _of_a_field("pipeline_parallel", "Stages of a pipeline", _powers(1, 16), folded=True),
         _of_a_field("expert_parallel", "Expert parallel", _powers(1, 8), folded=True),
-        _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
+        _of_a_field("grad_accum", "Micro-batches of a step", tuple(map(str, _PASSES)), folded=True),
         _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
         _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),
         Control("offload", "States in host memory", ("none", "cpu"), "none", folded=True),
+        Control("host_memory", "Host memory of a node", (USUAL, *_HOSTS), USUAL, folded=True),
         _of_a_field("reduce_dtype", "Gradients travel in", ("fp32", "bf16"), folded=True),
+        _of_a_field("master_dtype", "Parameters and state rest in", ("fp32", "bf16"), folded=True),
+        _of_a_field("lora_rank", "Rank of adapters (0: all is trained)", ("0", "8", "16", "32", "64"), folded=True),
+        Control("base_dtype", "Frozen base under adapters", (USUAL, "bf16", "int8", "nf4"), USUAL, folded=True),
     )
 
 
@@ -87,8 +98,9 @@ def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
     """A choice as `plan_spec` takes it; what is not chosen has the control's default."""
     chosen = {each.name: choice.get(each.name, each.default) for each in controls()}
     plain = {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
-    network = None if plain["network"] == USUAL else plain["network"]
-    return plain | {"network": network, "offload": plain["offload"] == "cpu"}
+    usual = {name: None for name in ("network", "host_memory", "base_dtype") if chosen[name] == USUAL}
+    host = {} if "host_memory" in usual else {"host_memory": parse_size(chosen["host_memory"])}
+    return plain | usual | host | {"offload": chosen["offload"] == "cpu"}
 
 
 def spec_of(choice: Mapping[str, str]) -> PlanSpec:
@@ -102,3 +114,22 @@ def command_of(choice: Mapping[str, str]) -> str:
     chosen = {name: value for name, value in choice.items() if name in usual}
     named = {name: value for name, value in chosen.items() if name in ("model", "gpu") or value != usual[name]}
     return " ".join(["fsdplab plan", *(f"{flag_of(name)} {value}" for name, value in named.items())])
+
+
+def offered(choice: Mapping[str, str], changes: Changes) -> dict[str, str] | None:
+    """A choice with the changes of a remedy, as the controls name them; None where they do not offer one of these.
+
+    Of GPUs the next larger number that is offered is taken.
+    """
+    by_name = {each.name: each for each in controls()}
+    found = dict(choice)
+    for name, value in changes.items():
+        if name == "shard_size":
+            continue  # of a strategy without groups, or the usual one
+        words = "cpu" if name == "offload" else str(value)
+        if name == "gpus":
+            words = next((count for count in by_name[name].values if int(count) >= value), "")
+        if name not in by_name or words not in by_name[name].values:
+            return None
+        found[name] = words
+    return found

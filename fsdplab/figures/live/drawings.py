@@ -15,9 +15,8 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.style import ALARM, GRID, LANE_COLOURS
 from fsdplab.planning.planner import Plan
-from fsdplab.planning.program import SLOWED
 
-SLOWED_COLOUR = "#9d7f8f"
+_GIB = 2**30
 _ROW, _GAP, _TEXT = 30, 12, 13  # pixels of a bar, between two, and of letters
 _LANE, _BETWEEN = 18, 6
 _NAMES = 104  # pixels of the lanes' names
@@ -33,8 +32,9 @@ def memory_drawing(found: Plan, band: tuple[float, float], width: int) -> str:
     end = max(card, peak.total, band[1]) * 1.04
     scale = (width - 2) / end
     rows = (("at the peak", peak.by_category), ("between steps", resting.by_category))
-    parts, top = [], 22
+    parts, bars, top = [], [], 22
     for name, by_category in rows:
+        bars.append(top + 17)
         parts += [
             _text(0, top + 11, f"{name}: {size(sum(by_category.values()))}"),
             *_stack(by_category, top + 17, scale),
@@ -43,8 +43,10 @@ def memory_drawing(found: Plan, band: tuple[float, float], width: int) -> str:
             parts += _whisker(band, top + 17 + _ROW / 2, scale)
         top += 17 + _ROW + _GAP
     at = card * scale
-    parts.insert(0, f'<path d="M{at:.1f} 18V{top}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>')
-    words, anchor = f"card {size(card)}", "end" if at > width / 2 else "start"
+    # beside the bars only, so that it does not cross their names
+    lines = "".join(f"M{at:.1f} {start - 3}v{_ROW + 6}" for start in bars)
+    parts.append(f'<path class="card" d="{lines}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>')
+    words, anchor = f"card {size(card)} ({card / _GIB:.4g} GiB)", "end" if at > width / 2 else "start"
     parts.append(_text(at, 12, words, anchor, ALARM))
     alt = (
         f"Memory of a rank: {size(peak.total)} at the peak, {size(band[0])} to {size(band[1])} by the band, of a card"
@@ -115,8 +117,6 @@ _LANES = {
 def _lane_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """A row's lane, and the colour of its mark; computing has one for each phase."""
     lane, phase = row["lane"], row["phase"]
-    if row["name"] == SLOWED:
-        return _LANES[lane], SLOWED_COLOUR
     colour = LANE_COLOURS.get(f"{lane} in {phase}") or LANE_COLOURS.get(lane) or LANE_COLOURS.get(phase, "#6b7380")
     return _LANES[lane], colour
 

@@ -1,17 +1,82 @@
-"""The memory of one device through the events that PyTorch's CUDA allocator recorded (a memory snapshot)."""
+"""The memory of one device that PyTorch's CUDA allocator recorded (a memory snapshot): what fills its peak, and its
+past.
+"""
 
 from __future__ import annotations
 
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import percent, size
 from fsdplab.common.thinning import downsample
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
-from fsdplab.profiling.memory.snapshot_memory import DeviceMemory
+from fsdplab.profiling.memory.snapshot_memory import OTHER, DeviceMemory
 
 MB = 1e6
 _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
 _MOST_POINTS = 2_000  # of a line
+
+
+def allocator_peak(memory: DeviceMemory) -> go.Figure:
+    """A bar of the reserved memory at the peak: what is in use by category, and what is used by nothing.
+
+    Where a request failed, a second bar of the memory at that instant, what was free on the device, and what was asked
+    for.
+
+    Raises ValueError where nothing was in use.
+    """
+    if not memory.peak:
+        raise ValueError(f"nothing was in use on device {memory.device}, so there is no peak to draw")
+    unused = max(0, memory.reserved_at_peak - memory.peak)
+    ends = {_AT_THE_PEAK: f"<b>{size(memory.peak)}</b> in use, {size(memory.reserved_at_peak)} reserved"}
+    lengths = {name: [nbytes, 0] for name, nbytes in memory.by_category.items()}
+    then = {_UNUSED: 0}
+    failed = memory.out_of_memory
+    if failed is not None:
+        ends["when a request failed"] = f"<b>{size(failed.asked)}</b> were asked for"
+        then = {
+            "in use": failed.in_use,
+            _UNUSED: max(0, failed.reserved - failed.in_use),
+            "free on the device": failed.device_free or 0,
+            "asked for": failed.asked,
+        }
+    for name, nbytes in then.items():
+        lengths[name] = [unused if name == _UNUSED else 0, nbytes]
+    parts = [
+        Part(name, _colour(name, place), [nbytes / MB for nbytes in each[: len(ends)]])
+        for place, (name, each) in enumerate(lengths.items())
+        if any(each)
+    ]
+    figure = stacked_bars(ends, parts, "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
+    told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.by_category.items())
+    alt = f"A bar of the reserved memory at the peak: {told}; {_UNUSED} {size(unused)}."
+    conditions = "Recorded by PyTorch's allocator; categories by the stacks of allocations"
+    return titled(figure, _finding(memory), conditions, alt, 86 + 43 * len(ends))
+
+
+_AT_THE_PEAK = "at the peak"
+_UNUSED = "reserved, used by nothing"
+_CATEGORY_COLOURS = ("#cc7fa8", "#4aa3e0", "#6bb38a", "#d9b84a", "#8a4a9e", "#b3bac4")
+_COLOURS = {_UNUSED: "#cfd3d9", "in use": "#6b7380", "free on the device": "#eef0f2", "asked for": ALARM}
+
+
+def _colour(name: str, place: int) -> str:
+    return _COLOURS.get(name) or _CATEGORY_COLOURS[place % len(_CATEGORY_COLOURS)]
+
+
+def _finding(memory: DeviceMemory) -> str:
+    """The request that failed and why, or what fills the peak."""
+    failed = memory.out_of_memory
+    category, nbytes = next(iter(memory.by_category.items()), ("", 0))
+    mostly = f", {percent(nbytes / memory.peak)} of it {category}" if nbytes and category != OTHER else ""
+    if failed is None:
+        return f"Device {memory.device}: {size(memory.peak)} in use{mostly}"
+    if memory.free >= failed.asked > memory.largest_free:
+        return (
+            f"Device {memory.device}: {size(failed.asked)} asked for beside {size(memory.free)} that are used by"
+            " nothing, in pieces"
+        )
+    return f"Device {memory.device}: no room for {size(failed.asked)} beside {size(memory.peak)} in use{mostly}"
 
 
 def allocator_timeline(memory: DeviceMemory) -> go.Figure:

@@ -14,7 +14,7 @@ from fsdplab.figures.style import ALARM, CAMERA, CATEGORY_COLOURS, COLLECTIVE_CO
 from fsdplab.figures.view import RunView, views
 from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan
+from fsdplab.planning.planner import Plan, Value
 from fsdplab.records import RunRecord
 
 
@@ -23,9 +23,9 @@ def page_of(figure: go.Figure) -> str:
     return str(figure.to_html(include_plotlyjs="cdn", config=CAMERA))
 
 
-def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.Figure:
+def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> go.Figure:
     """Peak memory by category as stacked bars, a bar a value, under the line of the card."""
-    labels = [f"{value:,}" for value in values]
+    labels = [f"{value:,}" if isinstance(value, int) else value for value in values]
     figure = go.Figure(
         [
             go.Bar(
@@ -39,10 +39,12 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
-    mark_level(figure, card / 1e9, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
+    if all(plan.spec.gpu.memory_bytes == card for plan in plans):
+        mark_level(figure, card / 1e9, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
     spec, fits = plans[0].spec, [label for label, each in zip(labels, plans) if each.fits]
     speeds = [f"{label}: {three_digits(each.tokens_per_s_per_gpu or 0)}" for label, each in zip(labels, plans)]
-    title = f"{spec.model.name} fits with {name.replace('_', ' ')} {', '.join(fits) or 'of none of these'}"
+    what = spec.model.name if name != "model" else f"On {spec.gpus} {spec.gpu.name} it"
+    title = f"{what} fits with {name.replace('_', ' ')} {', '.join(fits) or 'of none of these'}"
     subtitle = f"Predicted; {spec.strategy}, card {size(card)}; tokens/s a GPU: {', '.join(speeds)}"
     return titled(figure, title, subtitle, f"Stacked bars of peak memory by category. {title}. {subtitle}")
 

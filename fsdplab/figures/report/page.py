@@ -30,10 +30,11 @@ from fsdplab.figures.conclusion import (
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.pareto import pareto
+from fsdplab.figures.plots.step_causes import step_causes
 from fsdplab.figures.plots.steps import steady_steps, step_time
 from fsdplab.figures.report.parts import comparison_table, drawn, folded, note, number_table, part, rendered, table
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, predicted_step, step_of, told
+from fsdplab.figures.table import beside, column, legend, mood, predicted_step, step_of, told
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import STEADY_CARD, Runs, RunView, provenance, ranks_and_device, view, views, with_verdicts
 from fsdplab.profiling.diagnosis import diagnosis
@@ -107,12 +108,22 @@ def _title(runs: Sequence[RunView]) -> str:
 
 
 def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]) -> Markup:
-    """The first screen. Traces hold no memory by category, so their step stands alone."""
-    draws = (steady_steps,) if all(run.traced for run in shown) else (memory_by_category, steady_steps)
+    """The first screen. Of a single run that was profiled its step by cause comes first; traces hold no memory by
+    category, and only runs behind an emulated link have a step on the steady card.
+    """
+    alone = len(shown) == 1 and len(records) == 1 and bool(records[0].table("breakdown"))
+    memory = [] if all(run.traced for run in shown) else [drawn(memory_by_category, source)]
+    if alone:
+        with on_page(_HALF if memory else _WIDTH):
+            first = [drawn(step_causes, records[0]), *memory]
+        if shown[0].steady.step_time_s:
+            first.append(drawn(steady_steps, source))
+    else:
+        first = [*memory, drawn(steady_steps, source)]
     return rendered(
         "answer.html",
         sentence=" ".join(filter(None, [_what_is_wrong(records), conclusion(shown)])),
-        figures=[drawn(draw, source) for draw in draws],
+        figures=first,
         clock=clock_words(shown),
         change=change_words(shown) or _remedy(records),
     )
@@ -192,10 +203,17 @@ def _steps(shown: Sequence[RunView]) -> Markup:
     return part("wide", body=number_table(head, rows))
 
 
-def _look(column: str, text: str | None) -> dict[str, str]:
-    """The class of a cell of the comparison: coloured where it is a verdict, and it may break where it is long."""
-    names = [] if text is None else [mood(text), "long" * (column in WRAPPED), "short" * (column in SHORT)]
-    return {"class": " ".join(filter(None, names))} if any(names) else {}
+def _look(name: str, text: str | None) -> dict[str, str]:
+    """Return the classes of a cell of the comparison: coloured where it is a verdict, it may break where it is long."""
+    if text is None:
+        return {}
+    row, classes = column(name), [mood(text)]
+    if row.wraps:
+        classes.append("long")
+    if row.breaks:
+        classes.append("short")
+    named = " ".join(filter(None, classes))
+    return {"class": named} if named else {}
 
 
 def _prediction(shown: list[RunView], source: Runs) -> Markup:

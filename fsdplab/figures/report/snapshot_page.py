@@ -1,4 +1,4 @@
-"""A memory snapshot as a standalone page: the sentence, memory over time, and what was alive at the peak."""
+"""A memory snapshot as a standalone page: the sentence, what fills the peak, and memory over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fsdplab.common.sizes import percent, size
-from fsdplab.figures.plots.allocator import allocator_timeline
+from fsdplab.figures.plots.allocator import allocator_peak, allocator_timeline
 from fsdplab.figures.report.parts import drawn, number_table, rendered
 from fsdplab.figures.style import on_page
 from fsdplab.profiling.memory.snapshot_memory import DeviceMemory
@@ -38,17 +38,17 @@ def snapshot_page(devices: Mapping[str, DeviceMemory], data: Mapping[str, Any]) 
 
 
 def _device(name: str, memory: DeviceMemory, named: bool) -> Markup:
-    """One device: its sentence, its timeline and its tables; `named` where the page has others, too."""
+    """One device: its sentence, its peak, its tables and its timeline; `named` where the page has others, too."""
     answer = rendered(
         "answer.html",
         sentence=f"{name}: {memory.sentence}" if named else memory.sentence,
-        figures=[drawn(allocator_timeline, memory)],
+        figures=[drawn(allocator_peak, memory)],
         clock=memory.fragmentation,
         change="",
     )
     by_line = number_table(LINE_HEADINGS, line_rows(memory), "Alive at the peak, by the line that allocated it")
     by_category = number_table(CATEGORY_HEADINGS, category_rows(memory), "Alive at the peak, by category")
-    return answer + by_line + by_category
+    return answer + by_line + by_category + drawn(allocator_timeline, memory)
 
 
 LINE_HEADINGS = ("allocated in", "bytes", "share", "allocations")

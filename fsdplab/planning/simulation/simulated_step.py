@@ -40,6 +40,7 @@ from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 from fsdplab.records.tables import IDLE_PARTS
 
 from .ranks import Clock, Collective, Network, Rank, RankLog, Span, rank_classes
+from .spread import spread_slowed
 
 # ---- the account of a rank's step
 
@@ -279,7 +280,10 @@ def simulate_program(
     for rank in ranks:
         clock.at(0.0, rank.go_on)
     clock.run()
-    return Simulated(tuple(rank.log for rank in ranks), clock.operations, program)
+    logs = [rank.log for rank in ranks]
+    if len(logs) == 1:  # of ranks with paces of their own the same compute is slowed at different times
+        logs = [spread_slowed(logs[0])]
+    return Simulated(tuple(logs), clock.operations, program)
 
 
 def simulate(

@@ -14,11 +14,13 @@ from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size, idle_time
 from fsdplab.profiling.tables.critical_path import critical_path
-from fsdplab.profiling.tables.difference import difference, difference_of_steps
-from fsdplab.profiling.tables.operators import DevicePeak, achieved, launches, operators
+from fsdplab.profiling.tables.difference import difference, difference_by_module, difference_of_steps
+from fsdplab.profiling.tables.operators import launches, operators
+from fsdplab.profiling.tables.rates import DevicePeak, achieved, copies, roofline
 from fsdplab.profiling.tables.table import Row, Table
-from fsdplab.profiling.tables.work import Work, work_in
+from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import read_all
@@ -29,9 +31,9 @@ TablesOf: TypeAlias = Callable[[RunRecord], list[Table]]
 
 
 def tables_of_record(record: RunRecord, peak: DevicePeak = DevicePeak()) -> list[Table]:
-    """Critical path, idle time, bandwidth, operators, achieved rates beside the device's `peak` (of traces with shapes)
-    and (of a GPU) launches; of one rank where a table is of one: the rank that is exposed longest. Raises RecordError
-    for a record without traces, TraceError for damaged ones.
+    """Critical path, idle time, bandwidth, operators, achieved rates by unit and by shape beside the device's `peak`
+    (of traces with shapes) and (of a GPU) copies and launches; of one rank where a table is of one: the rank that is
+    exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
     """
     link, analyses, shown = record.summary.link, analyses_of(record, traces_of(record)), _work_of_worst(record)
 
@@ -44,14 +46,14 @@ def tables_of_record(record: RunRecord, peak: DevicePeak = DevicePeak()) -> list
         idle_time(rows("idle"), rows("breakdown")),
         bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.bytes_per_s if link else None),
         operators(shown, by_unit=True),
-        *([achieved(shown, peak)] if shown.found.shapes else []),
-        *([launches(shown)] if shown.found.on_gpu else []),
+        *([achieved(shown, peak), roofline(shown, peak)] if shown.found.shapes else []),
+        *([copies(shown), launches(shown)] if shown.found.on_gpu else []),
     ]
 
 
 def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
-    """Where the steps of two records differ: in which parts, and in which operators and kernels, by the shapes of what
-    they were given; the latter only of records that hold traces. Raises TraceError for damaged ones.
+    """Where the steps of two records differ: in which parts, in which units, and in which operators and kernels, by the
+    shapes of what they were given; the latter two of records that hold traces. Raises TraceError for damaged ones.
     """
     tables = [difference_of_steps(first, second)]
     try:
@@ -59,22 +61,30 @@ def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
     except RecordError:  # no traces: the parts are all that is known
         return tables
     by_shape = all(work.found.shapes for work in works)
-    return [*tables, difference(*works, by_shape=by_shape)]
+    return [*tables, difference_by_module(*works), difference(*works, by_shape=by_shape)]
 
 
 def _work_of_worst(record: RunRecord) -> Work:
     """The work of the rank that is exposed longest."""
     traces, worst = traces_of(record), step_summary(record.table("breakdown"))
-    trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    rank = worst.rank if worst is not None and worst.rank in traces else min(traces)
+    trace = traces[rank]
     if not trace.exists():
         raise TraceError(f"{trace} is missing; copy the record with its traces, or record the run again.")
-    return _work_in(trace, trace.stat().st_mtime_ns, tuple(_patterns(record)))
+    return _work_in(trace, trace.stat().st_mtime_ns, tuple(_patterns(record)), _device_of(record, rank))
+
+
+def _device_of(record: RunRecord, rank: int) -> int | None:
+    """The device that stands for a rank, where a process drives several; None where it drives one."""
+    analyses = record.analyses if isinstance(record, TracedRecord) else ()
+    return next((each.only_device for each in analyses if each.rank == rank), None)
 
 
 @lru_cache(maxsize=8)
-def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...]) -> Work:
+def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...], device: int | None) -> Work:
     """Kept, as a page shows a run's own tables, and its difference to several others."""
-    return work_in(trace, patterns, shapes=True)
+    found = read_events(trace, patterns, shapes=True)
+    return work_of(found if device is None else found.of_device(device))
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:

@@ -1,4 +1,4 @@
-"""Tables of one trace's work: where the time of operators and kernels went, achieved rates, and launches.
+"""Tables of one trace's work: where the time of operators and kernels went, and launches.
 
 Time is self time a step: an operator without the operators that it called (HTA and TraceLens have the same column), a
 kernel as long as it ran. Shares are of all work of the same kind: communication's kernels wait for peers, and would
@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.tables.work import (
-    COMMUNICATION,
-    COPY,
-    KERNEL,
-    KINDS,
-    OPERATOR,
-    Work,
-    bytes_of,
-    flops_of,
-    work_in,
-)
+from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, KINDS, OPERATOR, Work, work_in
 
 _COLUMNS = (
     Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
@@ -80,10 +70,20 @@ def _rows(work: Work, by_unit: bool, by_shape: bool) -> list[Row]:
     return rows
 
 
+_LISTED = 2  # tensors of one shape after each other that are listed one by one
+
+
 def dimensions(shapes: str) -> str:
-    """The tensors that an operator was given: `dimensions('[[[4, 8], [], [8, 2]], null]')` is `4x8, 8x2`."""
+    """The tensors that an operator was given: `dimensions('[[[4, 8], [], [8, 2]], null]')` is `4x8, 8x2`; of the same
+    shape after each other `3 of 4x8`.
+    """
     given = json.loads(shapes)[0] if shapes else []
-    return ", ".join(map(_tensor, (each for each in given if isinstance(each, list) and each)))
+    listed = [_tensor(each) for each in given if isinstance(each, list) and each]
+    told: list[str] = []
+    for text, alike in groupby(listed):
+        many = len(list(alike))
+        told += [f"{many} of {text}"] if many > _LISTED else [text] * many
+    return ", ".join(told)
 
 
 def _tensor(dims: list[Any]) -> str:
@@ -99,103 +99,6 @@ def short(name: str, most: int = 60) -> str:
     plain = plain.split("(")[0] if "(" in plain[1:] else plain
     plain = plain.split("<")[0] if "<" in plain[1:] else plain
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"
-
-
-# ---- how fast each unit computed: operations and bytes a second, beside what the device can do
-#
-# Operations are those of matrix products and attention, from the shapes that their operators were given, over the time
-# of all computing of the unit: what the other operators take makes the figure smaller, as it makes the step longer.
-# Bytes are those of the tensors that the operators were given, each read once; what they wrote is not in a trace.
-
-
-_COVERED = 0.9  # part of the time of computing that counted operators must take, for a sentence about all of it
-_OF_RATES = (
-    Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "products a step", "GFLOP"),
-    Column("flops_per_s", "achieved", "GFLOP/s"), Column("of_flops", "of the peak", "share"),
-    Column("bytes_per_s", "bytes given/s", "bytes/s"), Column("of_bytes", "of the memory's", "share"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DevicePeak:
-    """What a device can do: operations and bytes of memory a second (None where it is unknown), and who says so."""
-
-    flops_per_s: float | None = None
-    bytes_per_s: float | None = None
-    source: str = ""
-
-
-def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
-    """One row a unit, the one that computes longest first; no operations where the trace has no shapes.
-
-    A unit that does 2e9 operations in 10 ms of computing achieves 2e11 a second: a fifth of a device of 1e12.
-    """
-    mine = work.of_kind(work.computes) & ~work.communicates
-    units, spent = work.unit[mine], work.own_ns[mine]
-    names, shapes = work.found.name[np.maximum(work.operator, 0)].tolist(), work.shapes
-    first = _first_of_operator(work)
-    counted = [
-        (flops_of(work.found.names[name], shape), bytes_of(work.found.names[name], shape)) if once else (0, 0)
-        for name, shape, once in zip(names, shapes, first.tolist())
-    ]
-    flops, moved = np.array(counted, dtype=np.float64).reshape(-1, 2)[mine].T
-    sums = [np.bincount(units, column, minlength=len(work.units)) / work.steps for column in (spent, flops, moved)]
-    rows = [_rate(unit, each, peak) for unit, each in zip(work.units, zip(*(column.tolist() for column in sums)))]
-    rows = sorted((row for row in rows if row["time_ns"]), key=lambda row: -row["time_ns"])
-    notes = (f"The peak: {peak.source}.",) if peak.source else ()
-    is_counted = np.array([flops_of(work.found.names[name], shape) > 0 for name, shape in zip(names, shapes)], bool)
-    covered = float(work.own_ns[mine & is_counted & (work.operator >= 0)].sum() / work.steps)
-    return Table("achieved", "Achieved rates", _of_rates(rows, covered), _OF_RATES, tuple(rows), notes)
-
-
-def _first_of_operator(work: Work) -> np.ndarray:
-    """Which elements stand for their operator: each counts once, though it may have launched several kernels."""
-    found: np.ndarray = np.zeros(len(work.rows), dtype=bool)
-    mine = np.flatnonzero(work.of_kind(work.computes) & (work.operator >= 0))
-    found[mine[np.unique(work.operator[mine], return_index=True)[1]]] = True
-    return found
-
-
-def _rate(unit: str, sums: tuple[float, ...], peak: DevicePeak) -> Row:
-    time_ns, flops, moved = sums
-    seconds = time_ns / 1e9
-    flops_per_s, bytes_per_s = (each / seconds if each and seconds else None for each in (flops, moved))
-    return {
-        "unit": unit, "time_ns": time_ns, "flops": flops or None, "flops_per_s": flops_per_s,
-        "of_flops": _share(flops_per_s, peak.flops_per_s),
-        "bytes_per_s": bytes_per_s, "of_bytes": _share(bytes_per_s, peak.bytes_per_s),
-    }  # fmt: skip
-
-
-def _share(achieved_: float | None, peak: float | None) -> float | None:
-    return achieved_ / peak if achieved_ is not None and peak else None
-
-
-def _of_rates(rows: list[Row], covered_ns: float) -> str:
-    """`covered_ns`: time a step of what counted operators launched; where much else computes, no rate is of all."""
-    known = [row for row in rows if row["flops"]]
-    if not known:
-        return "The trace does not say what its operators were given: profile with record_shapes=True."
-    total, spent = sum(row["flops"] for row in known), sum(row["time_ns"] for row in rows)
-    if covered_ns < _COVERED * spent:
-        rate = _rate_in_words(total / max(covered_ns / 1e9, 1e-9))
-        return (
-            f"Operators whose operations are counted (products, convolutions, attention) take {covered_ns / spent:.0%}"
-            f" of the time of computing, and achieve {rate} in it; of the rest the operations are not known."
-        )
-    best = max(known, key=lambda row: row["flops_per_s"])
-    share = f", {best['of_flops']:.0%} of the device's peak" if best["of_flops"] is not None else ""
-    return (
-        f"Computing achieves {_rate_in_words(total / (spent / 1e9))} over all units; fastest is"
-        f" {best['unit'] or 'what is in no unit'} with {_rate_in_words(best['flops_per_s'])}{share}."
-    )
-
-
-def _rate_in_words(flops_per_s: float) -> str:
-    """`_rate_in_words(16.6e12)` is `16.6 TFLOP/s`."""
-    if flops_per_s >= 1e12:
-        return f"{three_digits(flops_per_s / 1e12)} TFLOP/s"
-    return f"{three_digits(flops_per_s / 1e9)} GFLOP/s"
 
 
 # ---- how far ahead of the device the host ran: the delay from launch to start, and how much was queued

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its key in the rows, its heading, and its unit: "ns", "bytes", "bytes/s", "GFLOP", "GFLOP/s", "share",
+    """A column: its key in the rows, its heading, and its unit: "ns", "bytes", "bytes/s", "FLOP", "FLOP/s", "share",
     "count" or "" for text.
     """
 

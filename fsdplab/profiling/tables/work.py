@@ -21,6 +21,7 @@ from fsdplab.profiling.intervals import covered, pairs
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
 from fsdplab.profiling.traces.events import CONVOLUTIONS, Events, Kind, known, read_events, tensor_bytes
+from fsdplab.profiling.traces.modules import Modules
 from fsdplab.profiling.traces.segments import Segments
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
@@ -58,6 +59,15 @@ class Work:
     def computes(self) -> str:
         """The kind of work that computes: kernels where there is a device."""
         return KERNEL if self.of_kind(KERNEL).any() else OPERATOR
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """Each element's unit; of a trace whose engine marks none, its module of the model, where the trace says."""
+        if any(self.units):
+            return [self.units[unit] for unit in self.unit.tolist()]
+        calls = self.found.launched_by[self.rows]
+        begun = np.where(calls >= 0, calls, self.rows)
+        return Modules(self.found).at(self.found.start[begun], self.found.thread[begun])
 
     @cached_property
     def shapes(self) -> list[str]:

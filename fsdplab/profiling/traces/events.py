@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ _OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
 _OF_HOST = ("cpu_op", "user_annotation")
 _OF_RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver")
 _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
+_OF_PYTHON, _OF_MODULES = "python_function", "nn.Module: "  # the category of Python's stack, and its modules
 _PASSED_OVER = {  # what the profiler writes beside them: of itself, Python's stack, arrows, and what is shown twice
     "", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "Trace", "fwdbwd", "ac2g", "emulated",
     "async_cpu_to_gpu", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "collective_comm",
@@ -132,6 +133,17 @@ _ITEM_BYTES = {
     "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
     "c10::complex<c10::half>": 4, "c10::complex<float>": 8, "c10::complex<double>": 16,
 }  # fmt: skip
+_FORMATS = {
+    "float": "fp32",
+    "float32": "fp32",
+    "double": "fp64",
+    "float64": "fp64",
+    "bfloat16": "bf16",
+    "c10::bfloat16": "bf16",
+    "half": "fp16",
+    "c10::half": "fp16",
+    "float16": "fp16",
+}
 _EIGHT_BITS = re.compile(r"^(c10::)?float8_e\w+$")
 
 
@@ -155,6 +167,20 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
 
 def _item_bytes(kind: str) -> int:
     return 1 if _EIGHT_BITS.match(kind) else _ITEM_BYTES.get(kind, 0)
+
+
+@lru_cache(maxsize=4096)
+def number_format(shapes: str) -> str:
+    """The number format of the first matrix that an operator was given, as JSON of `Events.shapes`; "" for none.
+
+    >>> number_format('[[[2], [4, 8], [8, 2]], ["c10::BFloat16", "c10::BFloat16", "c10::BFloat16"]]')
+    'bf16'
+    """
+    dims, types, *_ = json.loads(shapes) if shapes else ([], [])
+    given = zip(dims or (), types or ())
+    matrices = (str(kind).lower() for dim, kind in given if isinstance(dim, list) and len(dim) > 1)
+    first = next(matrices, "")
+    return "fp8" if _EIGHT_BITS.match(first) else _FORMATS.get(first, "")
 
 
 @dataclass
@@ -182,6 +208,8 @@ class Events:
     comm_kernels: CommKernels
     shapes: dict[int, str]
     memory: np.ndarray  # of the devices' allocators: when, of which device, bytes allocated and reserved
+    sequence: np.ndarray  # rows of operators and of autograd's ranges, each with its number in autograd's sequence
+    modules: Sequence[Range]  # of the model, where shapes were asked for and the trace has Python's stack
     odd: tuple[str, ...] = ()  # sentences on what was left out
     unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
@@ -414,6 +442,8 @@ class _Reader:
         self.first: int | None = None
         self.last = 0
         self._memory = array("q")  # when, of which device, bytes allocated and reserved: four numbers an event
+        self._modules: list[Range] = []
+        self._sequence = array("q")  # rows, each with its number in autograd's sequence
         self._negative: list[str] = []  # the first events of a negative duration
         self._negatives = 0
         self._unread: dict[str, int] = {}  # ns of each category that is neither read nor known
@@ -422,7 +452,7 @@ class _Reader:
         """The hot loop: what an event counts as is looked up by its name and category."""
         verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
         first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
-        wants_shapes = self._wants_shapes
+        wants_shapes, autograd, numbered = self._wants_shapes, Kind.AUTOGRAD, self._sequence.extend
         event: dict[str, Any] = {}
         try:
             for event in trace:
@@ -432,7 +462,10 @@ class _Reader:
                     continue
                 category = event.get("cat", "")
                 if category not in _READ:
-                    if category not in _PASSED_OVER:
+                    if category == _OF_PYTHON:
+                        if wants_shapes:
+                            self._note_module(event)
+                    elif category not in _PASSED_OVER:
                         self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
@@ -460,8 +493,16 @@ class _Reader:
                 if kind in _KEEPS_DETAILS:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
-                elif wants_shapes and kind == 0:
-                    self._note_shapes(count, event["name"], event.get("args"))
+                elif kind in COPIES:
+                    self._note_bytes(count, event.get("args"))
+                elif kind <= autograd:
+                    given = event.get("args")
+                    if type(given) is dict:
+                        node = given.get("Sequence number")
+                        if type(node) is int and 0 <= node < LATEST_NS:
+                            numbered((count, node))
+                        if wants_shapes and kind == 0:
+                            self._note_shapes(count, event["name"], given)
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -502,9 +543,26 @@ class _Reader:
             if allocated:
                 self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
-    def _note_shapes(self, row: int, name: str, given: Any) -> None:
+    def _note_module(self, event: dict[str, Any]) -> None:
+        """Note the range of a module of the model; the rest of Python's stack is not needed."""
+        name = event["name"]
+        if not isinstance(name, str) or not name.startswith(_OF_MODULES):
+            return
+        own = event["pid"], event["tid"]
+        thread = self._threads.setdefault(own, len(self._threads))
+        start = nanoseconds(event["ts"])
+        end = start + nanoseconds(event.get("dur") or 0)
+        if end >= start:
+            self._modules.append(Range(name.removeprefix(_OF_MODULES), "", start, end, thread))
+
+    def _note_bytes(self, row: int, given: Any) -> None:
+        """How many bytes a copy moved; the rest of its arguments is not needed."""
+        if isinstance(given, dict) and "bytes" in given:
+            self._details[row] = {"bytes": given["bytes"]}
+
+    def _note_shapes(self, row: int, name: str, given: dict[str, Any]) -> None:
         """The shapes and types; of a convolution its stride and padding too."""
-        if isinstance(given, dict) and "Input Dims" in given:
+        if "Input Dims" in given:
             kept = [given["Input Dims"], given.get("Input type")]
             if name.removeprefix("aten::") in CONVOLUTIONS:
                 kept.append(given.get("Concrete Inputs"))
@@ -531,10 +589,28 @@ class _Reader:
         kind, name, thread = (columns[at].astype(small) for at, small in ((2, np.int8), (3, np.int32), (4, np.int32)))
         names = [name for name, _ in self._verdicts]
         return Events(
-            trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
-            correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4), self._odd(trace), self._unread,
-        )  # fmt: skip
+            trace.path,
+            trace.metadata,
+            trace.base_ns,
+            self.first or 0,
+            self.last,
+            kind,
+            start,
+            end,
+            name,
+            thread,
+            correlation,
+            names,
+            list(self._threads),
+            self._details,
+            self._comm_kernels,
+            self._shapes,
+            np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4),
+            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2),
+            self._modules,
+            self._odd(trace),
+            self._unread,
+        )
 
 
 _KEEPS_DETAILS = {Kind.GLOO, Kind.SHM, Kind.COMM, Kind.ISSUE}

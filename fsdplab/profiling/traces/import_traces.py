@@ -21,6 +21,7 @@ from fsdplab.common.words import plural
 from fsdplab.profiling.step_summary import exposure
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.clocks import in_words
+from fsdplab.profiling.traces.groups import ONE_OF_SEVERAL
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Progress, read_all
 from fsdplab.profiling.traces.skew import clocks_explain, sent_per_step, with_peers
@@ -239,19 +240,50 @@ def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
 
 
 def _by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> list[TraceAnalysis]:
-    """The only process of a job, where it drives several devices, as one analysis a device: what one of them does says
-    nothing of another. Of several processes it is said.
+    """Of processes that drive several devices one analysis a device: what one of them does says nothing of another.
+
+    Devices are numbered through, rank after rank; those at the same place meet in collectives.
     """
-    several = [each for each in analyses if len(each.devices) > 1]
-    if not several:
+    if all(len(each.devices) < 2 for each in analyses):
         return analyses
-    if len(analyses) > 1 or (analyses[0].world_size or 1) > 1:
-        return [_said(each, f"the work of {len(each.devices)} devices counts as one") for each in analyses]
-    (whole,) = analyses
+    most = max(len(each.devices) for each in analyses)
     told = {"comm_patterns": comm_patterns}
-    of_devices = read_all([(whole.path, {**told, "rank": device, "device": device}) for device in whole.devices])
+    places = [(each, place) for each in analyses for place in range(max(1, len(each.devices)))]
+    of_devices = read_all(
+        [
+            (each.path, {**told, "rank": each.rank * most + place, "device": _device_at(each, place)})
+            for each, place in places
+        ]
+    )
+    several = len(analyses) > 1 or (analyses[0].world_size or 1) > 1
     said = "one process drives several devices: each is shown as the rank of its number"
-    return [_said(replace(each, world_size=None), said) for each in of_devices]
+    if several:
+        said = f"each process drives several devices: device D of rank R is shown as rank {most} x R + D"
+    ranks = None if analyses[0].world_size is None or not several else most * analyses[0].world_size
+    return [
+        _said(replace(_at_place(found, place) if several else found, world_size=ranks), said)
+        for found, (_, place) in zip(of_devices, places)
+    ]
+
+
+def _device_at(analysis: TraceAnalysis, place: int) -> int | None:
+    return analysis.devices[place] if analysis.devices else None
+
+
+def _at_place(analysis: TraceAnalysis, place: int) -> TraceAnalysis:
+    """The analysis of one device of each process: its collectives meet those of the devices at the same place."""
+    steps = tuple(
+        replace(step, collectives=tuple(_row_at_place(row, place) for row in step.collectives))
+        for step in analysis.steps
+    )
+    return replace(analysis, steps=steps)
+
+
+def _row_at_place(row: Row, place: int) -> Row:
+    members, device = row["members"], f"device {place}"
+    if members and members != ONE_OF_SEVERAL:
+        members = f"{members} {device}" if " #" in members else f"{members} #{device}"
+    return {**row, "group": f"{row['group']} {device}".strip(), "members": members}
 
 
 def _said(analysis: TraceAnalysis, sentence: str) -> TraceAnalysis:

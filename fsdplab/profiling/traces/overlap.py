@@ -318,7 +318,8 @@ class TraceAnalysis:
     `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
     allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
     which is taken from all times here already. `odd`: sentences on events that were left out. `process`: which process
-    of which host was profiled; `devices`: which devices it drove.
+    of which host was profiled; `devices`: which devices it drove, `only_device`: the one that was looked at, if not
+    all.
     """
 
     path: Path
@@ -333,6 +334,7 @@ class TraceAnalysis:
     odd: tuple[str, ...] = ()
     process: str = ""
     devices: tuple[int, ...] = ()
+    only_device: int | None = None
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed`, `collectives` or `activities` over all steps."""
@@ -402,6 +404,7 @@ def analyse_trace(
         replace(no_step, step_ranges=whole or bool(profiled)),
         origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), allocated,
         odd=(*found.odd, *_reserved(allocated, reserved)), devices=tuple(devices), process=_process(found),
+        only_device=device,
     )  # fmt: skip
     _check(analysis, len(ranges))
     return analysis

@@ -31,13 +31,24 @@ from fsdplab.teaching.core.workspace import WorkspaceError, has_code
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
 EDITION_TAGS = ("solution", "stub", "teacher")
 OTHER_TAGS = (
-    "raises-exception", "hide-input", "hide-output", "hide-cell", "remove-input", "remove-output", "remove-cell",
-    "nbval-skip", "nbval-ignore-output", "nbval-check-output", "nbval-raises-exception", "nbval-test-listed",
-)  # fmt: skip
+    "raises-exception",
+    "hide-input",
+    "hide-output",
+    "hide-cell",
+    "remove-input",
+    "remove-output",
+    "remove-cell",
+    "nbval-skip",
+    "nbval-ignore-output",
+    "nbval-check-output",
+    "nbval-raises-exception",
+    "nbval-test-listed",
+)
 STARTS = 'edition="teacher"'
 MOST_BYTES = 300_000
 _LARGEST_FILE = 10**8  # bytes of an executed notebook
 AUTHORS_ONLY = ("conftest.py", "README.md")
+HELPERS = (".txt", ".csv", ".json", ".png", ".svg", ".py", ".md")  # what goes along with the notebooks
 
 
 class CourseError(ValueError):
@@ -74,39 +85,41 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
 
 
 def sources_in(directory: Path | str) -> list[tuple[Path, NotebookNode]]:
-    """The notebooks of a folder in order of name, with its exercises registered; CourseError where there are none, and
-    for errors in their tags and exercises.
+    """Read the notebooks of a folder in order of name, and register its exercises.
+
+    CourseError where there are none, and for errors in their tags and exercises.
     """
     register_beside(Path(directory))
-    sources = [(path, read(path)) for path in notebooks_in(directory)]
-    if complaints := [line for path, notebook in sources for line in structure_complaints(path.name, notebook)]:
+    sources, complaints = [], []
+    for path in notebooks_in(directory):
+        notebook = read(path)
+        sources.append((path, notebook))
+        complaints += structure_complaints(path.name, notebook)
+    if complaints:
         raise CourseError("\n".join(complaints))
     return sources
 
 
 def notebooks_in(directory: Path | str) -> list[Path]:
-    """The notebooks of a folder in order of name; CourseError where there are none."""
-    found = sorted(path for path in Path(directory).glob("*.ipynb") if not path.name.startswith("."))
-    if not found:
+    """Return the notebooks of a folder in order of name; CourseError where there are none."""
+    notebooks = sorted(path for path in Path(directory).glob("*.ipynb") if not path.name.startswith("."))
+    if not notebooks:
         raise CourseError(f"{directory} holds no notebook (*.ipynb); give the folder of the course's sources")
-    return found
+    return notebooks
 
 
 def _copy_helpers(source: Path, target: Path) -> None:
-    """Small files that a teacher put beside the notebooks (a text, a picture, a folder of exercises) go along."""
+    """Copy small files that a teacher put beside the notebooks: a text, a picture, a folder of exercises."""
     if (source / "exercises").is_dir():
         shutil.copytree(source / "exercises", target / "exercises", dirs_exist_ok=True)
     for path in source.iterdir():
-        if (
-            path.is_file()
-            and path.name not in AUTHORS_ONLY
-            and path.suffix in (".txt", ".csv", ".json", ".png", ".svg", ".py", ".md")
-        ):
+        is_helper = path.suffix in HELPERS and path.name not in AUTHORS_ONLY
+        if is_helper and path.is_file():
             shutil.copy2(path, target / path.name)
 
 
 def read(path: Path) -> NotebookNode:
-    """A notebook in the present format; CourseError where the file is no notebook."""
+    """Read a notebook in the present format; CourseError where the file is no notebook."""
     try:
         content = json.loads(read_file(path, _LARGEST_FILE), parse_constant=_no_number)
         _check_format(content)
@@ -119,32 +132,47 @@ def read(path: Path) -> NotebookNode:
     except (nbformat.ValidationError, OSError, RecursionError, ValueError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise CourseError(f"{path.name} is not a valid notebook: {why:.200}") from error
-    notebook.cells = [made for cell in notebook.cells for made in _with_exercise(cell)]
+    cells = []
+    for cell in notebook.cells:
+        cells += _with_exercise(cell)
+    notebook.cells = cells
     return notebook
 
 
 def _with_exercise(cell: NotebookNode) -> list[NotebookNode]:
-    """An exercise's cell as its stub and its solution; any other cell, and one of an unknown exercise, as it is."""
-    if cell.cell_type != "code" or solved(cell.source) == cell.source:
+    """Return an exercise's cell as its stub and its solution; any other cell as it is.
+
+    A cell of an unknown exercise stays as it is too.
+    """
+    if cell.cell_type != "code":
+        return [cell]
+    solution_source = solved(cell.source)
+    if solution_source == cell.source:
         return [cell]
     head = cell.source.partition("\n")[0]
-    stub = new_raw_cell(f"{head}\n{find(exercise_named(cell.source), Exercise).stub.rstrip()}")
+    stub_source = find(exercise_named(cell.source), Exercise).stub.rstrip()
+    stub = new_raw_cell(f"{head}\n{stub_source}")
     stub.update(id=f"{cell.id[:50]}-stub", metadata={**cell.metadata, "tags": ["stub"]})
     solution = nbformat.from_dict(cell)
-    solution.update(source=solved(cell.source), metadata={**cell.metadata, "tags": ["solution"]})
+    solution.update(source=solution_source, metadata={**cell.metadata, "tags": ["solution"]})
     return [stub, solution]
 
 
 def solved(source: str) -> str:
-    """The source of a cell that names an exercise and holds nothing but comments, with the reference in their place."""
+    """Return the source of a cell that names an exercise and holds comments only, with the reference in their place.
+
+    Any other source is returned as it is.
+    """
+    head = source.partition("\n")[0]
     try:
-        return f"{source.partition(chr(10))[0]}\n{find(exercise_named(source), Exercise).reference.rstrip()}"
+        reference = find(exercise_named(source), Exercise).reference
     except (WorkspaceError, LookupError):
         return source
+    return f"{head}\n{reference.rstrip()}"
 
 
 def exercise_named(source: str) -> str:
-    """The id of the exercise that a cell of comments names; LookupError for any other cell."""
+    """Return the id of the exercise that a cell of comments names; LookupError for any other cell."""
     head, _, body = source.partition("\n")
     if not head.startswith("%%exercise") or has_code(body):
         raise LookupError("this cell names no exercise, or holds code of its own")
@@ -152,70 +180,79 @@ def exercise_named(source: str) -> str:
 
 
 def _no_number(name: str) -> None:
+    """Refuse NaN and infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _check_format(content: object) -> None:
-    """ValueError unless this is a notebook of a format that the library reads, and its cells have a kind each."""
+    """Raise ValueError unless this is a notebook of a format that the library reads, and its cells have a kind each."""
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, a notebook is an object")
-    version = [content.get(name, 0) for name in ("nbformat", "nbformat_minor")]
-    if not all(type(each) is int for each in version) or version[0] != 4 or not 0 <= version[1] <= 100:
-        raise ValueError(
-            f"its format is {version[0]!r:.40}.{version[1]!r:.40}, expected 4.x: save it again in JupyterLab"
-        )
+    major, minor = content.get("nbformat", 0), content.get("nbformat_minor", 0)
+    are_numbers = type(major) is int and type(minor) is int
+    if not are_numbers or major != 4 or not 0 <= minor <= 100:
+        raise ValueError(f"its format is {major!r:.40}.{minor!r:.40}, expected 4.x: save it again in JupyterLab")
     cells = content.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ValueError("it holds no list of cells")
     if not all(isinstance(cell.get("id", ""), str) for cell in cells):
         raise ValueError("the id of a cell is no text")
-    if odd := [cell.get("cell_type") for cell in cells if cell.get("cell_type") not in ("code", "markdown", "raw")]:
-        raise ValueError(f"a cell is of the kind {odd[0]!r:.40}, expected code, markdown or raw")
+    for cell in cells:
+        kind = cell.get("cell_type")
+        if kind not in ("code", "markdown", "raw"):
+            raise ValueError(f"a cell is of the kind {kind!r:.40}, expected code, markdown or raw")
 
 
 def tags_of(cell: NotebookNode) -> tuple[str, ...]:
-    """A cell's tags."""
+    """Return a cell's tags."""
     return tuple(cell.metadata.get("tags", ()))
 
 
 def is_tagged(notebook: NotebookNode) -> bool:
-    """Whether this is a source: some cell carries an edition's tag, and it was not built as an edition."""
-    built = "edition" in notebook.metadata.get("fsdplab", {})
-    return not built and any(set(EDITION_TAGS) & set(tags_of(cell)) for cell in notebook.cells)
+    """Return whether this is a source: some cell carries an edition's tag, and it was not built as an edition."""
+    if "edition" in notebook.metadata.get("fsdplab", {}):
+        return False
+    return any(set(EDITION_TAGS) & set(tags_of(cell)) for cell in notebook.cells)
 
 
 def edition_of(notebook: NotebookNode, edition: str) -> NotebookNode:
-    """One edition of a source notebook: the cells that stay, stubs as code, outputs and widget state gone."""
+    """Return one edition of a source notebook: the cells that stay, stubs as code, outputs and widget state gone."""
+    dropped_tags = set(DROPPED[edition])
     built = nbformat.from_dict(notebook)
-    built.cells = [
-        _in_edition(cell, edition) for cell in notebook.cells if not set(tags_of(cell)) & set(DROPPED[edition])
-    ]
-    built.metadata = nbformat.from_dict({key: value for key, value in notebook.metadata.items() if key != "widgets"})
+    built.cells = []
+    for cell in notebook.cells:
+        if not dropped_tags & set(tags_of(cell)):
+            built.cells.append(_in_edition(cell, edition))
+    built.metadata.pop("widgets", None)
     built.metadata["fsdplab"] = {"edition": edition}
     return built
 
 
 def _in_edition(cell: NotebookNode, edition: str) -> NotebookNode:
-    kept = nbformat.from_dict(cell)
+    """Return a copy of a cell as the edition has it."""
+    copied = nbformat.from_dict(cell)
     if "stub" in tags_of(cell) and cell.cell_type == "raw":
-        kept.cell_type = "code"
-    kept.metadata["slideshow"] = {"slide_type": _slide_of(kept)}
-    if kept.cell_type == "code":
-        kept.update(outputs=[], execution_count=None, source=kept.source.replace(STARTS, f'edition="{edition}"'))
-    return kept
+        copied.cell_type = "code"
+    copied.metadata["slideshow"] = {"slide_type": _slide_of(copied)}
+    if copied.cell_type == "code":
+        source = copied.source.replace(STARTS, f'edition="{edition}"')
+        copied.update(outputs=[], execution_count=None, source=source)
+    return copied
 
 
 def _slide_of(cell: NotebookNode) -> str:
-    """What `jupyter nbconvert --to slides` makes of a cell: a heading begins a slide, other text one below it; code
-    stands below its text.
+    """Return what `jupyter nbconvert --to slides` makes of a cell.
+
+    A heading begins a slide, other text one below it; code stands below its text.
     """
     if cell.cell_type != "markdown":
         return "-"
-    return "slide" if re.search(r"^#{1,2} ", cell.source, re.MULTILINE) else "subslide"
+    has_heading = re.search(r"^#{1,2} ", cell.source, re.MULTILINE)
+    return "slide" if has_heading else "subslide"
 
 
 def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
-    """The errors in a source's tags and exercises, one line each; empty if it can be built."""
+    """Return the errors in a source's tags and exercises, one line each; empty if it can be built."""
     complaints = [f"{name}, cell {number}: {line}" for number, line in _cell_complaints(notebook.cells)]
     starts = sum(cell.source.count(STARTS) for cell in notebook.cells if cell.cell_type == "code")
     if is_tagged(notebook) and starts != 1:
@@ -226,12 +263,14 @@ def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
 
 
 def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]:
-    following = [*cells, None][1:]
-    for number, (cell, after) in enumerate(zip(cells, following, strict=True), 1):
+    """Yield (number of the cell, complaint) for the errors in tags and exercises."""
+    known_tags = (*EDITION_TAGS, *OTHER_TAGS)
+    following_cells = [*cells, None][1:]
+    for number, (cell, following) in enumerate(zip(cells, following_cells, strict=True), 1):
         tags = tags_of(cell)
         for tag in tags:
-            if tag not in (*EDITION_TAGS, *OTHER_TAGS):
-                yield number, f"unknown tag {tag!r}; expected one of: {', '.join((*EDITION_TAGS, *OTHER_TAGS))}"
+            if tag not in known_tags:
+                yield number, f"unknown tag {tag!r}; expected one of: {', '.join(known_tags)}"
         if len(set(tags) & set(EDITION_TAGS)) > 1:
             yield number, f"has the tags {', '.join(tags)}; a cell has at most one of: {', '.join(EDITION_TAGS)}"
         if "stub" in tags and cell.cell_type != "raw":
@@ -239,13 +278,14 @@ def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]
                 number,
                 f"a stub is a raw cell, so that the source runs as the teacher edition; this one is {cell.cell_type}",
             )
-        if "stub" in tags and (after is None or "solution" not in tags_of(after)):
+        if "stub" in tags and (following is None or "solution" not in tags_of(following)):
             yield number, "a stub without its solution; put the cell tagged solution right after it"
-        yield from ((number, line) for line in _exercise_complaints(cell))
+        for complaint in _exercise_complaints(cell):
+            yield number, complaint
 
 
 def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
-    """An exercise's cell names one that there is."""
+    """Yield a complaint where an exercise's cell names one that there is not."""
     first = cell.source.partition("\n")[0]
     if cell.cell_type == "markdown" or not first.startswith("%%exercise"):
         return
@@ -256,18 +296,21 @@ def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
 
 
 def check_sources(source_dir: Path | str) -> list[str]:
-    """Every complaint about a folder of sources: tags and exercises, and what must not be kept in them."""
+    """Return every complaint about a folder of sources: tags and exercises, and what must not be kept in them."""
     complaints = []
     register_beside(Path(source_dir))
     for path in notebooks_in(source_dir):
         notebook = read(path)
-        complaints += [*structure_complaints(path.name, notebook), *_weight_complaints(path, notebook)]
+        complaints += structure_complaints(path.name, notebook)
+        complaints += _weight_complaints(path, notebook)
     return complaints
 
 
 def _weight_complaints(path: Path, notebook: NotebookNode) -> Iterator[str]:
-    if path.stat().st_size > MOST_BYTES:
-        yield f"{path.name}: {path.stat().st_size:,} bytes; a source stays under {MOST_BYTES:,}"
+    """Yield a complaint about outputs, widget state or size: a source is kept without them."""
+    nbytes = path.stat().st_size
+    if nbytes > MOST_BYTES:
+        yield f"{path.name}: {nbytes:,} bytes; a source stays under {MOST_BYTES:,}"
     if "widgets" in notebook.metadata:
         yield f"{path.name}: holds saved widget state; clear it (Settings, Save Widget State Automatically: off)"
     for number, cell in enumerate(notebook.cells, 1):

@@ -43,7 +43,9 @@ class NotebookRun:
     failure: str | None
 
     def __str__(self) -> str:
-        outcome = "ran to its end" if self.failure is None else f"FAILED\n{self.failure}"
+        outcome = "ran to its end"
+        if self.failure is not None:
+            outcome = f"FAILED\n{self.failure}"
         return f"{self.notebook} ({self.edition}): {outcome}, {self.seconds:.0f} s"
 
 
@@ -51,20 +53,24 @@ def run_course(
     directory: Path | str, on_run: Callable[[NotebookRun], None] = lambda run: None, editions: Sequence[str] = BOTH
 ) -> list[NotebookRun]:
     """Run every notebook of a folder in order, sources in each of `editions`; `on_run` is called as each ends.
+
     CourseError where there are none.
     """
     runs = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory), editions):
-            workspace = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
-            refused = NotebookRun(name, edition, 0.0, complaint)
-            runs.append(refused if complaint else run_notebook(name, edition, notebook, directory, workspace))
-            on_run(runs[-1])
+            if complaint:
+                run = NotebookRun(name, edition, 0.0, complaint)
+            else:
+                workspace = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
+                run = run_notebook(name, edition, notebook, directory, workspace)
+            runs.append(run)
+            on_run(run)
     return runs
 
 
 def _editions(directory: Path, editions: Sequence[str]) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
-    """(name, edition, notebook, complaint) of everything to run, all of the first edition first."""
+    """Yield (name, edition, notebook, complaint) of everything to run, all of the first edition first."""
     register_beside(directory)
     read_in = [(path.name, read(path)) for path in notebooks_in(directory)]
     for edition in editions:
@@ -83,9 +89,13 @@ def run_notebook(
     began, failure = time.monotonic(), None
     with _connection() as config, _errors_of_the_kernel() as errors:
         client = NotebookClient(
-            notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
-            store_widget_state=False, config=config,
-        )  # fmt: skip
+            notebook,
+            timeout=CELL_TIME_LIMIT,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(directory)}},
+            store_widget_state=False,
+            config=config,
+        )
         try:
             client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)}, stderr=errors)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -95,7 +105,7 @@ def run_notebook(
 
 @contextmanager
 def _connection() -> Iterator[Config]:
-    """How this process and a kernel speak: through sockets in a folder that nobody else can open.
+    """Let this process and a kernel speak through sockets in a folder that nobody else can open.
 
     Over TCP, Jupyter's default, a kernel listens on a port, and newer ones print a warning about that.
     """
@@ -107,8 +117,9 @@ def _connection() -> Iterator[Config]:
 
 @contextmanager
 def _errors_of_the_kernel() -> Iterator[IO[str]]:
-    """What a kernel itself writes to stderr, printed at its end but for its answer to Jupyter, which interrupts every
-    kernel before it ends it.
+    """Open a file for what a kernel itself writes to stderr, and print it at the kernel's end.
+
+    Its answer to Jupyter, which interrupts every kernel before it ends it, is left out.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
@@ -119,13 +130,16 @@ def _errors_of_the_kernel() -> Iterator[IO[str]]:
 
 
 def _failure_of(notebook: NotebookNode, error: Exception) -> str:
-    """The failed cell's number and first line, and the error's last lines."""
-    code = [pair for pair in enumerate(notebook.cells, 1) if pair[1].cell_type == "code"]
-    ran = [(number, cell.source) for number, cell in code if cell.get("execution_count") or cell.get("outputs")]
-    number, source = ran[-1] if ran else (0, "")
-    first = (source.strip().splitlines() or [""])[0]
-    told = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error).splitlines()[0]
-    return f"cell {number} ({first}): {told}"
+    """Return the failed cell's number and first line, and the error's last lines."""
+    failed_number, failed_source = 0, ""
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "code" and (cell.get("execution_count") or cell.get("outputs")):
+            failed_number, failed_source = number, cell.source  # the last cell that ran
+    first_line = (failed_source.strip().splitlines() or [""])[0]
+    where = f"cell {failed_number} ({first_line})"
+    if isinstance(error, CellExecutionError):
+        return f"{where}: {error.ename}: {error.evalue}"
+    return f"{where}: {str(error).splitlines()[0]}"
 
 
 # ---- for the site: once each, as the teacher edition, with the stubs left in to be read
@@ -142,16 +156,18 @@ class Executed:
 
 @contextmanager
 def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[NotebookRun], None]) -> Iterator[Executed]:
-    """Run every notebook of a folder in order, and give the folder of the results: `keep`, or one that is deleted
-    afterwards. `on_run` is called as each ends.
+    """Run every notebook of a folder in order, and give the folder of the results; `on_run` is called as each ends.
 
-    Raises CourseError where there is nothing to run, where a source is wrong, or where `keep` holds notebooks.
+    The folder is `keep`, or one that is deleted afterwards. Raises CourseError where there is nothing to run, where a
+    source is wrong, or where `keep` holds notebooks.
     """
     sources = sources_in(source)
     if keep is not None and any(keep.glob("*.ipynb")):
         raise CourseError(f"{keep} already holds notebooks; give --keep an empty folder")
     with tempfile.TemporaryDirectory(prefix="fsdplab-site-") as scratch:
-        folder, failed, began = keep or Path(scratch) / "executed", [], time.monotonic()
+        folder = keep or Path(scratch) / "executed"
+        failed = []
+        began = time.monotonic()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -160,17 +176,20 @@ def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[Noteboo
             run = run_notebook(path.name, "teacher", notebook, path.parent, Path(scratch) / "my_fsdp")
             notebook.metadata.pop("widgets", None)
             nbformat.write(notebook, folder / path.name)
-            failed += [run] if run.failure else []
+            if run.failure:
+                failed.append(run)
             on_run(run)
         yield Executed(folder, _where(time.monotonic() - began), tuple(failed))
 
 
 def _where(seconds: float) -> str:
+    """Return the sentence on where the notebooks ran, and how long."""
     import torch
 
     gpus = torch.cuda.device_count()
+    with_gpus = f" and {gpus} GPU(s)" if gpus else ", without a GPU"
+    minutes = max(1, round(seconds / 60))
     return (
-        f"The notebooks of these pages ran on {os.cpu_count()} CPU cores"
-        f"{f' and {gpus} GPU(s)' if gpus else ', without a GPU'}, with PyTorch {torch.__version__}, in"
-        f" {max(1, round(seconds / 60))} minutes."
+        f"The notebooks of these pages ran on {os.cpu_count()} CPU cores{with_gpus},"
+        f" with PyTorch {torch.__version__}, in {minutes} minutes."
     )

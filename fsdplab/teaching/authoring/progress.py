@@ -26,50 +26,80 @@ class Learner:
 
 
 def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
-    """The ids of the exercises of each notebook that has some."""
-    found = {name: [item.id for item in registry.items_of(name) if isinstance(item, Exercise)] for name in notebooks}
-    return {name: ids for name, ids in found.items() if ids}
+    """Return the ids of the exercises of each notebook that has some."""
+    by_notebook = {}
+    for notebook in notebooks:
+        ids = [item.id for item in registry.items_of(notebook) if isinstance(item, Exercise)]
+        if ids:
+            by_notebook[notebook] = ids
+    return by_notebook
 
 
 def workspaces_in(folders: Sequence[Path]) -> Iterator[tuple[str, Workspace]]:
-    """(name, workspace) of every learner's folder at or below `folders`; CourseError where there is none."""
+    """Yield (name, workspace) of every learner's folder at or below `folders`; CourseError where there is none."""
     for folder in folders:
-        found = sorted(path.parent for path in folder.rglob("progress.json") if path.parent.name == "my_fsdp")
-        if not found:
+        files = folder.rglob("progress.json")
+        workspaces = sorted(file.parent for file in files if file.parent.name == "my_fsdp")
+        if not workspaces:
             raise CourseError(
                 f"{folder} holds no my_fsdp with a progress.json; give the folders in which learners work"
             )
-        for path in found:
-            beside = path.parent.relative_to(folder) if path.parent != folder else Path(folder.resolve().name)
-            yield (
-                str(beside.parent if beside.name == "course-learner" and beside.parent.name else beside),
-                Workspace(path),
-            )
+        for path in workspaces:
+            yield _learner_name(path, folder), Workspace(path)
+
+
+def _learner_name(workspace: Path, folder: Path) -> str:
+    """Return the name of the folder in which a learner works, as seen from `folder`.
+
+    `anna/course-learner/my_fsdp` is `anna`: that folder has the name of the edition.
+    """
+    parent = workspace.parent
+    if parent == folder:
+        return folder.resolve().name
+    name = parent.relative_to(folder)
+    if name.name == "course-learner" and name.parent.name:
+        name = name.parent
+    return str(name)
 
 
 def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Learner:
-    """What one folder says; an exercise that was changed after it passed counts as not passed."""
-    done = {notebook: sum(map(workspace.has_passed, ids)) for notebook, ids in asked.items()}
-    tried = {each: workspace.failed_tries(each) for ids in asked.values() for each in ids}
-    stuck = [f"{each} ({tries})" for each, tries in tried.items() if tries >= 3 and not workspace.has_passed(each)]
-    scores = calibration_of(workspace)
-    return Learner(name, done, tuple(stuck), len(scores.scores), scores.within_two)
+    """Read what one folder says; an exercise that was changed after it passed counts as not passed."""
+    passed = {}
+    stuck = []
+    for notebook, ids in asked.items():
+        passed[notebook] = 0
+        for id in ids:
+            tries = workspace.failed_tries(id)
+            if workspace.has_passed(id):
+                passed[notebook] += 1
+            elif tries >= 3:
+                stuck.append(f"{id} ({tries})")
+    calibration = calibration_of(workspace)
+    return Learner(name, passed, tuple(stuck), len(calibration.scores), calibration.within_two)
 
 
 def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[str]:
-    """Lines of a table: a learner each, passed of all by notebook that somebody began; the last line is the class's."""
-    begun = [name for name in asked if any(each.passed[name] or _stuck_in(each, name) for each in learners)]
-    wide = max([len(each.name) for each in learners] + [7])
-    lines = [
-        f"{'learner':<{wide}}" + "".join(f"{name:>6}" for name in begun) + "  predictions  stuck at (failed tries)"
-    ]
-    for each in learners:
-        cells = "".join(f"{each.passed[name]}/{len(asked[name])}".rjust(6) for name in begun)
-        guessed = f"{each.within_two} of {each.predictions} near" if each.predictions else "none"
-        lines.append(f"{each.name:<{wide}}{cells}  {guessed:<11}  {', '.join(each.stuck)}".rstrip())
-    done = "".join(f"{sum(each.passed[name] == len(asked[name]) for each in learners)}".rjust(6) for name in begun)
-    return [*lines, f"{'all done':<{wide}}{done}  of {len(learners)}"]
+    """Return the lines of a table: a learner each, passed of all by notebook that somebody began, then the class."""
+    begun = [name for name in asked if any(_has_begun(learner, name) for learner in learners)]
+    width = max([len("learner"), *(len(learner.name) for learner in learners)])
+    header = "".join(f"{name:>6}" for name in begun)
+    lines = [f"{'learner':<{width}}{header}  predictions  stuck at (failed tries)"]
+    done_by = dict.fromkeys(begun, 0)
+    for learner in learners:
+        cells = ""
+        for name in begun:
+            passed, of = learner.passed[name], len(asked[name])
+            done_by[name] += passed == of
+            cells += f"{passed}/{of}".rjust(6)
+        guesses = "none"
+        if learner.predictions:
+            guesses = f"{learner.within_two} of {learner.predictions} near"
+        lines.append(f"{learner.name:<{width}}{cells}  {guesses:<11}  {', '.join(learner.stuck)}".rstrip())
+    done = "".join(f"{count:>6}" for count in done_by.values())
+    return [*lines, f"{'all done':<{width}}{done}  of {len(learners)}"]
 
 
-def _stuck_in(each: Learner, notebook: str) -> bool:
-    return any(exercise.startswith(notebook) for exercise in each.stuck)
+def _has_begun(learner: Learner, notebook: str) -> bool:
+    """Return whether a learner has passed an exercise of a notebook, or is stuck at one."""
+    is_stuck = any(exercise.startswith(notebook) for exercise in learner.stuck)
+    return bool(learner.passed[notebook]) or is_stuck

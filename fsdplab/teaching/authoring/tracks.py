@@ -50,72 +50,87 @@ class Cost:
 
 
 def costs(sources: Path | str, times: Path | None = None) -> dict[str, Cost]:
-    """Every notebook of a folder by its number; CourseError where one names no minutes."""
+    """Return what every notebook of a folder takes, by its number; CourseError where one names no minutes."""
     measured = seconds_of(times or shared_folder("data") / TIMES)
-    found = {}
+    by_number = {}
     for path in notebooks_in(sources):
-        said = _MINUTES.search(read(path).cells[0].source)
-        if said is None:
+        minutes = _MINUTES.search(read(path).cells[0].source)
+        if minutes is None:
             raise CourseError(f"{path.name} names no minutes; its first cell says, for example, *50 minutes. ...*")
-        seconds = measured.get(path.name)
-        found[path.name[:2]] = Cost(path.name, int(said.group(1)), seconds, path.stat().st_size)
-    return found
+        number = path.name[:2]
+        by_number[number] = Cost(path.name, int(minutes[1]), measured.get(path.name), path.stat().st_size)
+    return by_number
 
 
 def seconds_of(times: Path) -> dict[str, float]:
-    """The longest measured run of each notebook, over its editions; {} where nothing was measured."""
-    if not times.is_file():
-        return {}
+    """Return the longest measured run of each notebook, over its editions; {} where nothing was measured."""
     longest: dict[str, float] = {}
+    if not times.is_file():
+        return longest
     with times.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            longest[row["notebook"]] = max(float(row["seconds"]), longest.get(row["notebook"], 0.0))
+            earlier = longest.get(row["notebook"], 0.0)
+            longest[row["notebook"]] = max(float(row["seconds"]), earlier)
     return longest
 
 
 def write_times(path: Path, runs: Sequence[NotebookRun], directory: Path) -> None:
-    """The runs of a course as CSV, a notebook and edition a row."""
+    """Write the runs of a course as CSV, a notebook and edition a row."""
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(_COLUMNS)
         for run in runs:
             nbytes = (directory / run.notebook).stat().st_size
-            rows.writerow(
-                [run.notebook, run.edition, f"{run.seconds:.0f}", nbytes, run.failure and "failed" or "ended"]
-            )
+            outcome = "failed" if run.failure else "ended"
+            rows.writerow([run.notebook, run.edition, f"{run.seconds:.0f}", nbytes, outcome])
 
 
 def table_of(found: Mapping[str, Cost]) -> list[str]:
-    """Lines of a table: a notebook each, then what all of them take, then each track."""
+    """Return the lines of a table: a notebook each, then what all of them take, then each track."""
     lines = [f"{'notebook':<46}{'minutes':>8}{'machine, s':>12}{'kB':>6}"]
-    for each in found.values():
-        seconds = "" if each.seconds is None else f"{each.seconds:.0f}"
-        lines.append(f"{each.notebook:<46}{each.minutes:>8}{seconds:>12}{each.nbytes / 1e3:>6.0f}")
-    measured = [each.seconds for each in found.values() if each.seconds is not None]
+    measured = []
+    for cost in found.values():
+        seconds = ""
+        if cost.seconds is not None:
+            measured.append(cost.seconds)
+            seconds = f"{cost.seconds:.0f}"
+        lines.append(f"{cost.notebook:<46}{cost.minutes:>8}{seconds:>12}{cost.nbytes / 1e3:>6.0f}")
     if measured:
-        most, every = f"at most {max(measured):.0f} s", f"all {sum(measured) / 60:.0f} min"
-        lines.append(f"machine time: median {median(measured):.0f} s, {most}, {every}")
-    return [*lines, "", *(line_of(track, found) for track in TRACKS)]
+        longest, total = f"at most {max(measured):.0f} s", f"all {sum(measured) / 60:.0f} min"
+        lines.append(f"machine time: median {median(measured):.0f} s, {longest}, {total}")
+    lines.append("")
+    for track in TRACKS:
+        lines.append(line_of(track, found))
+    return lines
 
 
 def minutes_of(track: Track, found: Mapping[str, Cost]) -> float:
-    """Minutes of a track with its machine time, of those of its lessons that there are."""
-    there = [found[name] for name in track.lessons if name in found]
-    shown = [minutes for name, minutes in track.shown.items() if name in found]
-    return sum(each.minutes + (each.seconds or 0.0) / 60 for each in there) + sum(shown)
+    """Return the minutes of a track with its machine time, of those of its lessons that there are."""
+    minutes = 0.0
+    for name in track.lessons:
+        if name in found:
+            cost = found[name]
+            minutes += cost.minutes + (cost.seconds or 0.0) / 60
+    for name, shown_minutes in track.shown.items():
+        if name in found:
+            minutes += shown_minutes
+    return minutes
 
 
 def line_of(track: Track, found: Mapping[str, Cost]) -> str:
-    """`half a day: 00, 01, 02, 05; shown: 11 (20 min): 3:04 of at most 3:15`."""
-    names = ", ".join(name for name in track.lessons if name in found)
+    """Return a track's line: `half a day: 00, 01, 02, 05; shown: 11 (20 min): 3:04 of at most 3:15`."""
+    lessons = ", ".join(name for name in track.lessons if name in found)
     shown = ", ".join(f"{name} ({minutes} min)" for name, minutes in track.shown.items() if name in found)
+    if shown:
+        lessons = f"{lessons}; shown: {shown}"
     taken = minutes_of(track, found)
-    verdict = "" if taken <= track.at_most else " TOO LONG"
-    beside = f"; shown: {shown}" if shown else ""
-    return f"{track.name}: {names}{beside}: {clock(taken)} of at most {clock(track.at_most)}{verdict}"
+    line = f"{track.name}: {lessons}: {clock(taken)} of at most {clock(track.at_most)}"
+    if taken > track.at_most:
+        line = f"{line} TOO LONG"
+    return line
 
 
 def clock(minutes: float) -> str:
-    """`3:05` for 185 minutes."""
+    """Return minutes as hours and minutes: `3:05` for 185."""
     whole = round(minutes)
     return f"{whole // 60}:{whole % 60:02}"

@@ -60,7 +60,7 @@ def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> No
 
 
 def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
-    """The verdict of one answer; `answer` shows it."""
+    """Return the verdict of one answer; `answer` shows it."""
     item = gradable(question)
     missing = None if against is None else _missing(item, against)
     if missing:
@@ -73,26 +73,30 @@ def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0)
 
 
 def _missing(item: Question | Choice, against: Any) -> Feedback | None:
-    """Why a question cannot be judged: a run that it is about failed, or did not measure what is asked."""
+    """Return why a question cannot be judged: a run that it is about failed, or did not measure what is asked."""
     try:
         if isinstance(item, Question):
             item.right(against)
     except _UNKNOWN as error:
         runs = against if isinstance(against, (list, tuple)) else [against]
-        lost = [run.spec["strategy"] for run in runs if getattr(run, "status", "") == "failed"]
-        why = f"the run of {' and of '.join(lost)} failed. Run its cell again, then this one." if lost else f"{error}"
+        failed_runs = [run.spec["strategy"] for run in runs if getattr(run, "status", "") == "failed"]
+        why = str(error)
+        if failed_runs:
+            why = f"the run of {' and of '.join(failed_runs)} failed. Run its cell again, then this one."
         return Feedback(f"This question cannot be judged yet: {why}", "", "", "", untouched=True)
     return None
 
 
 def gradable(question: str) -> Question | Choice:
-    """The question or choice of an id; LookupError for an exercise, which `check` judges."""
+    """Return the question or choice of an id; LookupError for an exercise, which `check` judges."""
     item = find(question)
-    return item if isinstance(item, (Question, Choice)) else find(question, Question)
+    if isinstance(item, (Question, Choice)):
+        return item
+    return find(question, Question)  # raises
 
 
 def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
-    """Whether an answer is right; nothing is counted as a try."""
+    """Return whether an answer is right; nothing is counted as a try."""
     if isinstance(item, Choice):
         return _letter(item, value) == item.right
     try:
@@ -102,92 +106,129 @@ def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
 
 
 def _letter(item: Choice, value: Any) -> str:
-    """The letter of an answer: of `B`, `(b)`, `option b`, `b) two meshes` and the words of that option it is b."""
+    """Return the letter of an answer: of `B`, `(b)`, `option b`, `b) two meshes` and that option's words it is b."""
     text = str(value).lower().strip(" .:()").removeprefix("option ").removeprefix("answer ")
-    written = re.fullmatch(r"([a-z])[).:].*", text, re.DOTALL)
-    by_words = (letter for letter, option in item.options.items() if option.lower() == text)
-    return written[1] if written else next(by_words, text)
+    lettered = re.fullmatch(r"([a-z])[).:].*", text, re.DOTALL)
+    if lettered:
+        return lettered[1]
+    for letter, option in item.options.items():
+        if option.lower() == text:
+            return letter
+    return text
 
 
 def _how(item: Question | Choice) -> str:
-    return "click an answer" if isinstance(item, Choice) else f"write {_form(item)}"
+    """Return how a question is answered, as the start of a sentence."""
+    if isinstance(item, Choice):
+        return "click an answer"
+    return f"write {_form(item)}"
 
 
 def _form(item: Question | Choice) -> str:
+    """Return the form in which an answer is written."""
     if isinstance(item, Choice):
         return "a letter: " + ", ".join(item.options)
-    return f'a number in {item.unit}, or a text with a unit such as "12 {item.unit}"' if item.unit else "a number"
+    if item.unit:
+        return f'a number in {item.unit}, or a text with a unit such as "12 {item.unit}"'
+    return "a number"
 
 
 def _grade_choice(item: Choice, value: Any) -> Verdict:
+    """Return the verdict on a letter; a wrong one is explained at once, and counts as no failed try."""
     letter = _letter(item, value)
     if letter not in item.options:
-        return Verdict(
-            item.id, Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
-        )
+        feedback = Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
+        return Verdict(item.id, feedback)
+    because = item.because[letter]
     if letter == item.right:
-        because = item.because[letter]
         return Verdict(item.id, None, because[:1].upper() + because[1:])  # a sentence of its own after "passed."
-    return Verdict(item.id, Feedback("That is not it.", "", item.options[letter], item.because[letter]))
+    return Verdict(item.id, Feedback("That is not it.", "", item.options[letter], because))
 
 
 def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
+    """Return the verdict on a number: right within the question's tolerance, or the likely slip."""
     try:
         given = quantity(value, item.unit)
     except QuantityError as error:
         return Verdict(item.id, Feedback("The answer cannot be read.", _form(item), repr(value), str(error)))
     right = item.right(against)
+    given_text, right_text = shown(given, item.unit), shown(right, item.unit)
     if close(given, right, item.tolerance):
-        exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
-        return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
+        exactly = ""
+        if given_text != right_text:
+            exactly = f" (exactly: {right_text})"
+        return Verdict(item.id, None, f"{given_text}{exactly}. {item.explanation}".strip())
+
     cause = slip_behind(item, given, against) or _given_already(item, given)
-    got = shown(given, item.unit) + ("" if cause else f": {how_far(given, right)}")
+    got = given_text
+    if not cause:
+        got = f"{given_text}: {how_far(given, right)}"
     feedback = Feedback(f"{item.statement} (Right within {100 * item.tolerance:g} %.)", "", got, cause)
     return failed(item, feedback, current().workspace, hints)
 
 
 def close(given: float, right: float, tolerance: float) -> bool:
-    """Whether two numbers agree within a relative tolerance: `close(101, 100, 0.01)`."""
+    """Return whether two numbers agree within a relative tolerance: `close(101, 100, 0.01)`."""
     return abs(given - right) <= tolerance * abs(right)
 
 
 def slip_behind(item: Question, given: float, against: Any = None) -> str:
-    """The cause of the known slip whose number is the one given; "" where no such slip is known."""
+    """Return the cause of the known slip whose number is the one given; "" where no such slip is known."""
     right = item.right(against)
     for slip, wrong in _wrong_numbers(item, right, against):
-        own = slip in item.slips or slip in _SCALE_SLIPS
-        if close(given, wrong, item.tolerance if own else min(item.tolerance, _USUAL_SLIPS_WITHIN)):
+        tolerance = min(item.tolerance, _USUAL_SLIPS_WITHIN)
+        if slip in item.slips or slip in _SCALE_SLIPS:
+            tolerance = item.tolerance
+        if close(given, wrong, tolerance):
             return slip.cause
     return ""
 
 
 def _given_already(item: Question, given: float) -> str:
-    """What to say of a number that the question itself gives."""
+    """Return what to say of a number that the question itself gives."""
     numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?(?!\w)", item.statement)
-    return "the question gives this number; what is asked for follows from it" if given in map(float, numbers) else ""
+    if given in map(float, numbers):
+        return "the question gives this number; what is asked for follows from it"
+    return ""
 
 
 def how_far(given: float, right: float) -> str:
-    """Of a wrong number: `how_far(1, 31) == "more than ten times too small"`, or how many times, up to 16."""
+    """Return how wrong a number is, as up to 16 times too much or too little, or roughly.
+
+    `how_far(1, 31) == "more than ten times too small"`.
+    """
     for times in range(2, 17):
         if close(given, right * times, _USUAL_SLIPS_WITHIN):
             return f"{times} times too large: what is in it {times} times, or was not divided by {times}?"
         if close(given * times, right, _USUAL_SLIPS_WITHIN):
             return f"{times} times too small: what was divided by {times}, or not multiplied by {times}?"
-    far = "more than ten times " if not right / 10 <= given <= right * 10 else ""
-    return f"{far}too {'large' if given > right else 'small'}"
+    direction = "large" if given > right else "small"
+    if right / 10 <= given <= right * 10:
+        return f"too {direction}"
+    return f"more than ten times too {direction}"
 
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
-    """The question's own slips first, then the usual ones with bytes."""
-    general = (*(_BYTE_SLIPS if "B" in item.unit else _PART_SLIPS if item.unit == "%" else ()), *_SCALE_SLIPS)
-    upside_down = [Slip("upside down: divide the other way round", value=1 / right)] if right else []
-    for slip in (*item.slips, *general, *upside_down):
+    """Yield the numbers of the question's own slips first, then those of the usual ones."""
+    slips = list(item.slips)
+    if "B" in item.unit:
+        slips += _BYTE_SLIPS
+    elif item.unit == "%":
+        slips += _PART_SLIPS
+    slips += _SCALE_SLIPS
+    if right:
+        slips.append(Slip("upside down: divide the other way round", value=1 / right))
+
+    for slip in slips:
         if slip.factor is not None:
             yield slip, right * slip.factor
-        else:
-            found = slip.value(against) if callable(slip.value) else slip.value
-            yield from ((slip, float(number)) for number in (found if isinstance(found, list) else [found]))
+            continue
+        wrong: Any = slip.value
+        if callable(wrong):
+            wrong = wrong(against)
+        numbers = wrong if isinstance(wrong, list) else [wrong]
+        for number in numbers:
+            yield slip, float(number)
 
 
 # ---- on the page
@@ -209,10 +250,14 @@ def ask(*questions: str, against: Any = None) -> None:
 
 
 def _ask(item: Question | Choice, against: Any) -> None:
-    """The statement, what answers it, and the verdict, as outputs of their own: a saved notebook keeps the text."""
+    """Show the statement, what answers it, and the verdict.
+
+    They are outputs of their own, so that a saved notebook keeps the text.
+    """
     workspace = current().workspace
-    kept = workspace.right_answer(item.id)
-    earlier = kept if kept and is_right(item, kept, against) else ""
+    earlier = workspace.right_answer(item.id)
+    if earlier and not is_right(item, earlier, against):
+        earlier = ""  # the question has changed since, or is about another run
 
     def judge(value: Any) -> Verdict:
         verdict = grade_answer(item.id, value, against)
@@ -230,50 +275,61 @@ def _ask(item: Question | Choice, against: Any) -> None:
 
 
 def buttons(item: Choice, judge: Judge, earlier: str = "") -> ipywidgets.VBox:
-    """One button an option; a click judges it and colours it green or red. `earlier` is the letter that was right."""
+    """Return one button an option; a click judges it and colours it green or red.
+
+    `earlier` is the letter that was right on an earlier day.
+    """
     import ipywidgets
 
-    made = {
-        letter: ipywidgets.Button(description=text.replace("`", ""), layout={"width": "auto"})
-        for letter, text in item.options.items()
-    }
+    made = {}
+    for letter, text in item.options.items():
+        made[letter] = ipywidgets.Button(description=text.replace("`", ""), layout={"width": "auto"})
 
     def take(letter: str) -> None:
         passed = judge(letter).passed
-        for other, button in made.items():
-            button.button_style = "" if other != letter else "success" if passed else "danger"
+        for button in made.values():
+            button.button_style = ""
+        made[letter].button_style = "success" if passed else "danger"
 
     for letter, button in made.items():
         button.add_class("fsdplab-option")
-        button.button_style = "success" if letter == earlier else ""
+        if letter == earlier:
+            button.button_style = "success"
         button.on_click(lambda _, letter=letter: take(letter))
     column = {"align_items": "flex-start"}
     return ipywidgets.VBox([ipywidgets.HTML(_LOOKS), *made.values()], layout=column)
 
 
 def number_field(item: Question, judge: Judge, earlier: str = "") -> ipywidgets.HBox:
-    """A field for a number in the question's unit, or a text with a unit; Enter judges it."""
+    """Return a field for a number in the question's unit, or a text with a unit; Enter judges it."""
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value=earlier, placeholder="your answer, then Enter", continuous_update=False,
+        value=earlier,
+        placeholder="your answer, then Enter",
+        continuous_update=False,
         layout={"width": "14em", "flex": "0 0 auto"},
-    )  # fmt: skip
-    entry.observe(lambda change: judge(change["new"] if change["new"].strip() else ...), names="value")
+    )
+
+    def take(change: Any) -> None:
+        typed = change["new"]
+        judge(typed if typed.strip() else ...)
+
+    entry.observe(take, names="value")
     return ipywidgets.HBox([entry, ipywidgets.Label(item.unit)], layout={"flex_flow": "row wrap"})
 
 
 def statement(item: Question | Choice) -> Text:
-    """What is asked, with the question's id."""
+    """Return what is asked, with the question's id."""
     html = f"<div style='margin:6px 0'><code>{item.id}</code>&ensp;{with_code(item.statement)}</div>"
     return Text(f"{item.id}  {item.statement}", html)
 
 
 def options(item: Choice) -> Text:
-    """The lettered options of a choice, where a page shows no buttons."""
-    lines = [f"   {letter}) {text}" for letter, text in item.options.items()]
-    html = "".join(
-        f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>"
-        for letter, text in item.options.items()
-    )
-    return Text("\n".join([*lines, f'answer("{item.id}", "a") takes the letter.']), html)
+    """Return the lettered options of a choice, where a page shows no buttons."""
+    lines, html = [], ""
+    for letter, text in item.options.items():
+        lines.append(f"   {letter}) {text}")
+        html += f"<div style='margin-left:1.5em'><b>{letter}</b>&ensp;{with_code(text)}</div>"
+    lines.append(f'answer("{item.id}", "a") takes the letter.')
+    return Text("\n".join(lines), html)

@@ -18,25 +18,33 @@ _PARTS = ("on_link_s", "copying_s", "waiting_s", "no_core_s")
 
 
 def beside(runs: Mapping[str, RunRecord]) -> Table:
-    """A step of each run, a run a row: its length, its exposed parts in ms, and how often its ranks had a core.
+    """Return a step of each run, a run a row: its length, its exposed parts in ms, how often its ranks had a core.
 
     The line below says why the row of this machine differs, if it does.
     """
     header = ["a step", "ms", "exposed on the link", "copying", "waiting for the other rank", "waiting for a core"]
     rows = []
     for name, run in runs.items():
-        spent = (run.summary.step_time_s.median, *(getattr(run.summary.comm, part) for part in _PARTS))
-        share = "simulated" if run.summary.cpu_share is None else percent(run.summary.cpu_share)
-        rows.append([name, *("" if each is None else f"{1e3 * each:.0f}" for each in spent), share])
-    return table([*header, "ranks had a core"], rows, why_it_differs(runs[HERE]) if HERE in runs else "")
+        summary = run.summary
+        seconds = [summary.step_time_s.median, *(getattr(summary.comm, part) for part in _PARTS)]
+        cells = ["" if value is None else f"{1e3 * value:.0f}" for value in seconds]
+        share = "simulated" if summary.cpu_share is None else percent(summary.cpu_share)
+        rows.append([name, *cells, share])
+    caption = why_it_differs(runs[HERE]) if HERE in runs else ""
+    return table([*header, "ranks had a core"], rows, caption)
 
 
 def why_it_differs(run: RunRecord) -> str:
-    """What makes a learner's own times differ from the recorded ones: other programs, or a machine of another speed."""
+    """Return what makes a learner's own times differ from the recorded ones.
+
+    It is other programs, or a machine of another speed.
+    """
     share = run.summary.cpu_share
     if share is not None and run.summary.short_of_cores:
         return f"{core_sentence(share)} If your figure differs, this is why: other programs took the cores meanwhile."
-    had = "" if share is None else f" (ranks had a core for {percent(share)} of their step)"
+    had = ""
+    if share is not None:
+        had = f" (ranks had a core for {percent(share)} of their step)"
     return (
         f"If your figure differs, this is why: a machine computes and copies at a speed of its own{had}. Bytes, their"
         " order and their time on the emulated link are the same everywhere."
@@ -44,5 +52,10 @@ def why_it_differs(run: RunRecord) -> str:
 
 
 def busiest(runs: Sequence[RunRecord]) -> RunRecord:
-    """The run whose ranks had a core least often."""
-    return min(runs, key=lambda run: 1.0 if run.summary.cpu_share is None else run.summary.cpu_share)
+    """Return the run whose ranks had a core least often; a simulated one always has its cores."""
+
+    def share(run: RunRecord) -> float:
+        measured = run.summary.cpu_share
+        return 1.0 if measured is None else measured
+
+    return min(runs, key=share)

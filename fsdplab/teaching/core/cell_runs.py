@@ -62,36 +62,47 @@ _staying: list[StayingRanks] = []  # one or none
 
 
 def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
-    """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too.
+    """Save the cell of `%%exercise ID` as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too.
 
     In the teacher edition a cell of comments stands for the reference.
     """
     try:
-        found = find(line.strip(), Exercise)
+        exercise = find(line.strip(), Exercise)
     except (WorkspaceError, LookupError) as error:
         raise usage_error(f"%%exercise: {error}") from error
     if not has_code(cell) and current().edition == "teacher":
-        cell = found.reference  # a source names the exercise only
-    path = current().workspace.save(found.id, cell)
+        cell = exercise.reference  # a source names the exercise only
+    path = current().workspace.save(exercise.id, cell)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
-    if found.function not in namespace:
-        raise usage_error(f"%%exercise {found.id}: the cell must define {found.function}(...)")
-    exercises = (each for each in items_of(found.id[:2]) if isinstance(each, Exercise))
-    in_stages = any(each.is_stage and each.written_as.id == found.id for each in exercises)
-    following = "the check of your stage" if in_stages else f"check({found.id!r})"
+    if exercise.function not in namespace:
+        raise usage_error(f"%%exercise {exercise.id}: the cell must define {exercise.function}(...)")
+    following = f"check({exercise.id!r})"
+    if _is_written_in_stages(exercise):
+        following = "the check of your stage"
     print(f"Saved as {path.parent.name}/{path.name}. Next: {following}")
 
 
+def _is_written_in_stages(exercise: Exercise) -> bool:
+    """Return whether stages of the same notebook check this exercise's function."""
+    for item in items_of(exercise.id[:2]):
+        if isinstance(item, Exercise) and item.is_stage and item.written_as.id == exercise.id:
+            return True
+    return False
+
+
 def run_ranks(line: str, cell: str) -> None:
-    """`%%ranks`: run the cell on ranks, and print what they print, labelled, while they run."""
+    """Run the cell of `%%ranks` on ranks, and print what they print, labelled, while they run."""
     wanted = cell_line(line)
     _check_syntax(cell)
-    _say_devices(wanted.fresh or (_staying[0].world_size if _staying else 2))
+    ranks = wanted.fresh or 2
+    if wanted.fresh is None and _staying:
+        ranks = _staying[0].world_size
+    _say_devices(ranks)
     if wanted.fresh is None and (wanted.chosen is not None or _staying):
         _run_on_staying(cell, wanted)
         return
-    with doing(f"running the cell on {plural(wanted.fresh or 2, 'fresh rank')}"):
-        printed = run_cell_on_ranks(cell, wanted.fresh or 2, limit=wanted.limit, show=True)
+    with doing(f"running the cell on {plural(ranks, 'fresh rank')}"):
+        printed = run_cell_on_ranks(cell, ranks, limit=wanted.limit, show=True)
     for rank, text in enumerate(printed):
         if not text:
             print_labelled(rank, "(printed nothing)")
@@ -100,12 +111,13 @@ def run_ranks(line: str, cell: str) -> None:
 @cache
 def _say_devices(ranks: int) -> None:
     """Print, once for each number of ranks, how cells reach the GPUs of this machine; nothing where it has none."""
-    if words := device_words(torch.cuda.device_count(), ranks):
+    words = device_words(torch.cuda.device_count(), ranks)
+    if words:
         print(words)
 
 
 def device_words(gpus: int, ranks: int) -> str:
-    """How `ranks` ranks of a cell use `gpus` GPUs; "" without one."""
+    """Return how `ranks` ranks of a cell use `gpus` GPUs; "" without one."""
     if not gpus:
         return ""
     if gpus < ranks:
@@ -119,14 +131,13 @@ def device_words(gpus: int, ranks: int) -> str:
 
 
 def manage_ranks(line: str) -> None:
-    """`%ranks 4` starts ranks that stay; `%ranks status`, `%ranks reset` (fresh ones, of the same number) and `%ranks
-    stop`.
+    """Start ranks that stay (`%ranks 4`), or do what `%ranks status`, `%ranks reset` or `%ranks stop` asks.
+
+    `reset` starts fresh ranks, of the same number.
     """
     word = line.strip() or "status"
     if word == "status":
-        print("\n".join(map(str, _staying[0].status())) if _staying else "No ranks stay. `%ranks 2` starts two.")
-        if _staying and _staying[0].failure is not None:
-            print(_staying[0].failure.message + _NEW_ONES)
+        _print_status()
     elif word == "stop":
         print(_stop() or "No ranks stay.")
     elif word == "reset":
@@ -144,7 +155,19 @@ def manage_ranks(line: str) -> None:
         _start(int(word))
 
 
+def _print_status() -> None:
+    """Print what the ranks that stay hold, and why they ended where they did."""
+    if not _staying:
+        print("No ranks stay. `%ranks 2` starts two.")
+        return
+    ranks = _staying[0]
+    print("\n".join(map(str, ranks.status())))
+    if ranks.failure is not None:
+        print(ranks.failure.message + _NEW_ONES)
+
+
 def _start(world_size: int) -> None:
+    """Start ranks that stay, in place of those that do; they import what the learner saves before each cell."""
     ended = _stop()
     if ended:
         print(ended)
@@ -170,26 +193,33 @@ def _stop() -> str:
     ranks = _staying.pop()
     if not ranks.alive:
         return ""
-    held = sorted({name for status in ranks.status() for name in status.names})
+    names: set[str] = set()
+    for status in ranks.status():
+        names.update(status.names)
     ranks.stop()
-    return f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'} ended" + (
-        f", and what they held: {', '.join(held)}." if held else "."
-    )
+    ended = f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'} ended"
+    if not names:
+        return f"{ended}."
+    return f"{ended}, and what they held: {', '.join(sorted(names))}."
 
 
 def cell_line(line: str) -> CellLine:
-    """`""`, `"3"`, `"[0,2]"`, each also with `--limit 5`; a usage error for anything else."""
+    """Read `""`, `"3"` or `"[0,2]"`, each also with `--limit 5`; a usage error for anything else."""
     limit = RANKS_TIME_LIMIT
-    if (given := _LIMIT.search(line)) is not None:
-        limit, line = _seconds(given[1]), line[: given.start()] + line[given.end() :]
+    given = _LIMIT.search(line)
+    if given is not None:
+        limit = _seconds(given[1])
+        line = line[: given.start()] + line[given.end() :]
     text = line.strip()
     if text.startswith("["):
         return CellLine(None, _chosen(text), limit)
-    return CellLine(ranks_wanted(text) if text else None, None, limit)
+    if text:
+        return CellLine(ranks_wanted(text), None, limit)
+    return CellLine(None, None, limit)
 
 
 def ranks_wanted(line: str) -> int:
-    """The number in `%%ranks 3`; 2 where none is given."""
+    """Return the number in `%%ranks 3`; 2 where none is given."""
     text = line.strip() or "2"
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise usage_error(
@@ -199,20 +229,24 @@ def ranks_wanted(line: str) -> int:
 
 
 def _chosen(text: str) -> tuple[int, ...]:
-    """The ranks in `[0,2]`, which must stay."""
+    """Return the ranks in `[0,2]`, which must stay."""
     if not _staying:
         raise usage_error(f"%%ranks{text}: no ranks stay; start some with for example %ranks 4")
-    there = range(_staying[0].world_size)
-    inside = [each.strip() for each in text[1:-1].split(",")] if text.endswith("]") else [""]
-    if not all(each.isdecimal() and int(each) in there for each in inside) or len(set(map(int, inside))) < len(inside):
+    staying = range(_staying[0].world_size)
+    words = [""]  # wrong, as without a closing bracket
+    if text.endswith("]"):
+        words = [word.strip() for word in text[1:-1].split(",")]
+    ranks = [int(word) for word in words if word.isdecimal() and int(word) in staying]
+    if len(ranks) < len(words) or len(set(ranks)) < len(ranks):
         raise usage_error(
-            f"%%ranks{text}: expected some of the ranks {', '.join(map(str, there))}, each once; write for example"
+            f"%%ranks{text}: expected some of the ranks {', '.join(map(str, staying))}, each once; write for example"
             " %%ranks[0]"
         )
-    return tuple(map(int, inside))
+    return tuple(ranks)
 
 
 def _seconds(text: str | None) -> float:
+    """Return the seconds of `--limit`; a usage error for anything but a number above 0."""
     try:
         seconds = float(text or "")
     except ValueError:
@@ -225,7 +259,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _check_syntax(cell: str) -> None:
-    """CellFailed with the learner's line, before any rank is asked."""
+    """Raise CellFailed with the learner's line, before any rank is asked."""
     show_source(cell, FRESH_TITLE)
     try:
         with warnings.catch_warnings():
@@ -236,6 +270,7 @@ def _check_syntax(cell: str) -> None:
 
 
 def _run_on_staying(cell: str, wanted: CellLine) -> None:
+    """Run a cell on ranks that stay; CellFailed with the report where it does not end well."""
     ranks = _staying[0]
     if not ranks.alive:
         assert ranks.failure is not None, "ranks that have ended say how"
@@ -252,14 +287,22 @@ def _run_on_staying(cell: str, wanted: CellLine) -> None:
 def run_cell_on_ranks(
     source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
 ) -> list[str]:
-    """The output of every fresh rank, by rank; CellFailed with the report when one raises, dies or does not end."""
+    """Return the output of every fresh rank, by rank.
+
+    CellFailed with the report when one raises, dies or does not end.
+    """
     payload = {"source": source, "workspace": str(current().workspace.path)}
     on_output = print_labelled if show else None
     try:
         return call_on_ranks(
-            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output,
+            ON_RANKS,
+            "run_cell",
+            world_size=world_size,
+            payload=payload,
+            time_limit=limit,
+            on_output=on_output,
             device="any",
-        ).output  # fmt: skip
+        ).output
     except RanksFailed as failure:
         raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
     except KeyboardInterrupt:
@@ -269,7 +312,7 @@ def run_cell_on_ranks(
 
 
 def usage_error(message: str) -> Exception:
-    """An error that IPython shows in one line, without a traceback; a ValueError without IPython."""
+    """Return an error that IPython shows in one line, without a traceback; a ValueError without IPython."""
     try:
         from IPython.core.error import UsageError
     except ModuleNotFoundError:

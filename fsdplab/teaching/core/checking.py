@@ -63,28 +63,35 @@ def check(exercise: str, hints: int = 0) -> None:
 
 
 def grade(exercise: str, hints: int = 0) -> Verdict:
-    """The verdict of one check, noted in the learner's folder; `check` shows it."""
-    found, workspace = find(exercise, Exercise), current().workspace
-    written = found.written_as.id
-    source = workspace.source_of(written)
-    unwritten = _unwritten(found, source)
+    """Return the verdict of one check, noted in the learner's folder; `check` shows it."""
+    item, workspace = find(exercise, Exercise), current().workspace
+    file_id = item.written_as.id
+    source = workspace.source_of(file_id)
+    unwritten = _unwritten(item, source)
     if unwritten:
         return Verdict(exercise, unwritten)
-    where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks"
-    with doing(f"checking {exercise}{where}"):
-        feedback = feedback_on(found, workspace.file_of(written), workspace)
-    if feedback is None:
-        workspace.note_pass(exercise, source or "", written if found.is_stage else "")
-        return Verdict(exercise, None, f"Right{where}{',' if where else ''} in every case.")
-    return failed(found, feedback, workspace, hints)
+
+    on_ranks = "" if item.pure or item.world_size == 1 else f" on {item.world_size} ranks"
+    with doing(f"checking {exercise}{on_ranks}"):
+        feedback = feedback_on(item, workspace.file_of(file_id), workspace)
+    if feedback is not None:
+        return failed(item, feedback, workspace, hints)
+    workspace.note_pass(exercise, source or "", file_id if item.is_stage else "")
+    right = f"Right{on_ranks}, in every case." if on_ranks else "Right in every case."
+    return Verdict(exercise, None, right)
 
 
 def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
-    """The verdict of a failed try: it is counted, and unlocks the next hint."""
+    """Return the verdict of a failed try: it is counted, and unlocks the next hint."""
     unlocked = min(workspace.note_failure(item.id), len(item.hints))
-    shown_hints = tuple(f"Hint {n} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:hints], 1))
-    note = f'hint("{item.id}") shows {"the first hint" if unlocked == 1 else f"{unlocked} hints"} now.'
-    return Verdict(item.id, feedback, "" if shown_hints else note, shown_hints)
+    if hints:
+        shown_hints = []
+        for number, text in enumerate(item.hints[:hints], 1):
+            shown_hints.append(f"Hint {number} ({GRADES[number - 1]}): {text}")
+        if shown_hints:
+            return Verdict(item.id, feedback, "", tuple(shown_hints))
+    how_many = "the first hint" if unlocked == 1 else f"{unlocked} hints"
+    return Verdict(item.id, feedback, f'hint("{item.id}") shows {how_many} now.')
 
 
 def deliver(verdict: Verdict) -> None:
@@ -96,37 +103,41 @@ def deliver(verdict: Verdict) -> None:
 
 def hint(exercise: str) -> None:
     """Show the hints that failed tries have unlocked, from a nudge to nearly the solution."""
+    present(Note(tuple(_unlocked_hints(exercise))))
+
+
+def _unlocked_hints(exercise: str) -> list[str]:
+    """Return a line for each unlocked hint, or one that says why there is none."""
     item = find(exercise)
-    unlocked = 0 if isinstance(item, Choice) else min(current().workspace.failed_tries(exercise), len(item.hints))
     if isinstance(item, Choice):
-        shown_hints = [f"{exercise}: a wrong answer is explained as soon as it is given"]
-    elif not unlocked:
-        shown_hints = [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
-    else:
-        shown_hints = [
-            f"Hint {n} of {len(item.hints)} ({GRADES[n - 1]}): {text}"
-            for n, text in enumerate(item.hints[:unlocked], 1)
-        ]
-    present(Note(tuple(shown_hints)))
+        return [f"{exercise}: a wrong answer is explained as soon as it is given"]
+    unlocked = min(current().workspace.failed_tries(exercise), len(item.hints))
+    if not unlocked:
+        return [f"{exercise}: no hint yet; every failed try unlocks one, so try first"]
+    lines = []
+    for number, text in enumerate(item.hints[:unlocked], 1):
+        lines.append(f"Hint {number} of {len(item.hints)} ({GRADES[number - 1]}): {text}")
+    return lines
 
 
 def solution(exercise: str) -> Callable[..., Any]:
-    """The learner's function where its check passed, else the reference; says which."""
-    found = find(exercise, Exercise)
+    """Return the learner's function where its check passed, else the reference, and print which."""
+    function = find(exercise, Exercise).function
     path = solution_file(exercise)
-    mine = path == current().workspace.file_of(exercise)
-    why = "its check passed" if mine else "yours has not passed its check yet"
-    print(f"{exercise}: using {'your' if mine else 'the reference'} {found.function} ({why})")
-    return load_function(path, found.function)
+    whose, why = "the reference", "yours has not passed its check yet"
+    if path == current().workspace.file_of(exercise):
+        whose, why = "your", "its check passed"
+    print(f"{exercise}: using {whose} {function} ({why})")
+    return load_function(path, function)
 
 
 def solution_file(exercise: str) -> Path:
-    """The file of the version that `solution` takes, for ranks to load."""
-    found, workspace = find(exercise, Exercise), current().workspace
+    """Return the file of the version that `solution` takes, for ranks to load."""
+    item, workspace = find(exercise, Exercise), current().workspace
     if workspace.has_passed(exercise):
         return workspace.file_of(exercise)
     reference = Workspace(workspace.path / "reference")
-    return reference.save(exercise, found.reference)
+    return reference.save(exercise, item.reference)
 
 
 _IN_USE = '''\
@@ -141,8 +152,9 @@ HERE = Path(__file__).parent
 
 
 def use(*exercises: str, more: str = "") -> None:
-    """Say whose functions are in use, and let cells on ranks say `from my_fsdp.in_use import shard`; `more` is Python
-    that makes something of them there.
+    """Print whose functions are in use, and let cells on ranks import them: `from my_fsdp.in_use import shard`.
+
+    `more` is Python that makes something of them there.
     """
     workspace, lines = current().workspace, [_IN_USE]
     for exercise in exercises:
@@ -154,29 +166,31 @@ def use(*exercises: str, more: str = "") -> None:
 
 
 def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
-    """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
+    """Return feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.written_as.id} and defines {exercise.function}"
-    told = partial(Feedback, expected=expected, untouched=True)
+    untouched = partial(Feedback, expected=expected, untouched=True)
     if source is None:
         then = "run the exercise's cell, then this one"
-        return told("There is nothing to check yet.", got="no such cell was run", cause=then)
+        return untouched("There is nothing to check yet.", got="no such cell was run", cause=then)
     if fingerprint(source) == fingerprint(exercise.stub):
         headline = "This is still the stub; it was not run."
-        return told(headline, got="the stub as it was given", cause="write the missing lines first")
+        return untouched(headline, got="the stub as it was given", cause="write the missing lines first")
     return None
 
 
 def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedback | None:
-    """The feedback on a saved solution, or None where it is right: it is run beside the reference."""
-    reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
-    beside = [] if exercise.expected is not None else [(exercise, reference)]
+    """Return the feedback on a saved solution, or None where it is right: it is run beside the reference."""
+    solutions = [(exercise, path)]
+    if exercise.expected is None:
+        reference_file = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
+        solutions.insert(0, (exercise, reference_file))
     try:
-        *references, learner = behaviours([*beside, (exercise, path)], workspace)
+        *references, learner = behaviours(solutions, workspace)
     except RanksFailed as failure:
         return feedback_on_failure(exercise, failure.report)
-    right = references[0] if references else None
-    found = unwaited(judge(exercise, learner, right), learner.source)
-    return found or feedback_on_other_ranks(exercise, path, workspace)
+    reference = references[0] if references else None
+    feedback = unwaited(judge(exercise, learner, reference), learner.source)
+    return feedback or feedback_on_other_ranks(exercise, path, workspace)
 
 
 def unwaited(feedback: Feedback | None, source: str) -> Feedback | None:
@@ -203,74 +217,87 @@ class _OnOtherRanks(Exercise):
 
 
 def feedback_on_other_ranks(exercise: Exercise, path: Path, workspace: Workspace) -> Feedback | None:
-    """The feedback on a right solution that is wrong on another number of ranks."""
+    """Return the feedback on a right solution that is wrong on another number of ranks."""
     elsewhere = _OnOtherRanks(exercise.path)
     if not elsewhere.world_size:
         return None
     reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
     try:
         right, learner = behaviours([(elsewhere, reference), (elsewhere, path)], workspace)
-        found = judge(elsewhere, learner, right)
+        feedback = judge(elsewhere, learner, right)
     except RanksFailed as failure:
         if failure.report.kind in ("hung", "timeout"):  # a busy machine
             return None
-        found = feedback_on_failure(elsewhere, failure.report)
-    if found is None:
+        feedback = feedback_on_failure(elsewhere, failure.report)
+    if feedback is None:
         return None
     headline = f"{exercise.function} is right on {exercise.world_size} ranks, and not on {elsewhere.world_size}."
     ask = "`dist.get_world_size()`" if "get_world_size" in exercise.reference else "the argument that holds it"
     cause = f"the number of ranks is written down, and this runs on any number: take {ask}"
-    return replace(found, headline=headline, cause=cause, rank=found.rank or 0)
+    return replace(feedback, headline=headline, cause=cause, rank=feedback.rank or 0)
 
 
 def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
-    """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
-    who, hung = ("the call", _ENDLESS) if exercise.pure else ("every rank", exercise.hung)
+    """Return the feedback on a solution that did not return on all ranks: it raised, waits, or ended a rank."""
+    who, hung = "every rank", exercise.hung
+    if exercise.pure:
+        who, hung = "the call", _ENDLESS
     name, got = exercise.function, report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
-    told = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
+    feedback = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
+
     if StillWaiting.__name__ in got:
-        stood = got.partition(f"{StillWaiting.__name__}: ")[2]
-        return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
+        line = got.partition(f"{StillWaiting.__name__}: ")[2]
+        return feedback(f"{name} did not return within {exercise.time_limit:g} s.", got=line, cause=hung)
     if LeftUnfinished.__name__ in got:
-        return told(
-            f"{name} left messages unfinished.", expected="every message that is begun arrives",
+        return feedback(
+            f"{name} left messages unfinished.",
+            expected="every message that is begun arrives",
             got=got.partition(f"{LeftUnfinished.__name__}: ")[2],
             cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
-        )  # fmt: skip
+        )
     if report.kind == "raised":
         where = _last_frames(exercise, report)
-        return told(f"{name} raised an error.", got=where, cause=words_for(_error(report)))
+        return feedback(f"{name} raised an error.", got=where, cause=words_for(_error(report)))
     if report.kind in ("hung", "timeout"):
-        return told(f"{name} did not end.", cause=_TOO_BUSY)
+        return feedback(f"{name} did not end.", cause=_TOO_BUSY)
     # gloo aborts a rank that receives other bytes than it waits for; a damaged heap ends a rank by SIGABRT too
-    return told(f"{name} ended the run.", cause=_MISMATCHED if UNLIKE in got else _ENDED)
+    return feedback(f"{name} ended the run.", cause=_MISMATCHED if UNLIKE in got else _ENDED)
 
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:
-    """The error itself, under the last line of this exercise's own file that led to it, or of another of theirs."""
+    """Return the error itself, under the last line of this exercise's file that led to it, or of another of theirs."""
     text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
     lines = [line.strip() for line in text.strip().splitlines()]
-    learners = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
-    own = [index for index in learners if f"/{exercise.written_as.id}.py" in lines[index]] or learners
-    there = lines[own[-1] : own[-1] + 2] if own else []
-    return "\n".join([*there, _as_learners_read_it(_error(report))])
+    file_name = f"/{exercise.written_as.id}.py"
+    of_learner, of_exercise = [], []  # the places of lines such as `File "my_fsdp/05.shard.py", line 4, in shard`
+    for place, line in enumerate(lines):
+        if line.startswith("File") and "my_fsdp" in line:
+            of_learner.append(place)
+            if file_name in line:
+                of_exercise.append(place)
+    frames = of_exercise or of_learner
+    shown = lines[frames[-1] : frames[-1] + 2] if frames else []
+    return "\n".join([*shown, _as_learners_read_it(_error(report))])
 
 
 def _as_learners_read_it(error: str) -> str:
-    """An error as it is shown: where what was returned cannot be read, that is said instead of the check's own error.
+    """Return an error as it is shown: one about a value that cannot be read names the value's type instead.
 
     >>> _as_learners_read_it("on_ranks.Unreadable: NoneType: TypeError: object of type 'NoneType' has no len()")
     'None: nothing is returned'
     """
-    unread = re.search(rf"{Unreadable.__name__}: (\w+): (.*)", error)
-    if unread is None:
+    unreadable = re.search(rf"{Unreadable.__name__}: (\w+): (.*)", error)
+    if unreadable is None:
         return error
-    return "None: nothing is returned" if unread[1] == "NoneType" else f"a value of type {unread[1]}: {unread[2]}"
+    type_name, message = unreadable.groups()
+    if type_name == "NoneType":
+        return "None: nothing is returned"
+    return f"a value of type {type_name}: {message}"
 
 
 def _error(report: Failure) -> str:
-    """The error at a traceback's end, on one line: torch indents the lines of a long message."""
+    """Return the error at a traceback's end, on one line: torch indents the lines of a long message."""
     lines = (report.traceback or report.message).strip().splitlines()
-    begins = max(at for at, line in enumerate(lines) if not line.startswith(" "))
+    begins = max(place for place, line in enumerate(lines) if not line.startswith(" "))
     return " ".join(line.strip() for line in lines[begins:])

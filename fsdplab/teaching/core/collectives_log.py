@@ -10,9 +10,14 @@ from fsdplab.engine import events
 
 @contextmanager
 def collectives() -> Iterator[list[events.Collective]]:
-    """`with collectives() as seen: ...`; all of the body's are in `seen` when it has ended."""
+    """Collect the collectives of the body: `with collectives() as seen: ...`; `seen` is complete when it has ended."""
     seen: list[events.Collective] = []
-    stop = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
+
+    def note(event: object) -> None:
+        if isinstance(event, events.Collective):
+            seen.append(event)
+
+    stop = events.subscribe(note)
     try:
         yield seen
         events.flush()
@@ -21,5 +26,5 @@ def collectives() -> Iterator[list[events.Collective]]:
 
 
 def payload_bytes(seen: Iterable[events.Collective], kind: str) -> int:
-    """Bytes of the whole payloads of one kind: `payload_bytes(seen, "all_gather")`."""
-    return sum(each.logical_bytes for each in seen if each.kind == kind)
+    """Return the bytes of the whole payloads of one kind: `payload_bytes(seen, "all_gather")`."""
+    return sum(collective.logical_bytes for collective in seen if collective.kind == kind)

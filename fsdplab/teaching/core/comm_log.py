@@ -39,8 +39,9 @@ _ANYTHING_ELSE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "b
 
 
 def to_one_rank_only(calls: Iterable[Call]) -> str:
-    """The likely cause where only `dist.reduce` or `dist.gather` was called, which leave a result on one rank alone;
-    else nothing.
+    """Return the likely cause where only `dist.reduce` or `dist.gather` was called; else nothing.
+
+    These leave a result on one rank alone.
     """
     kinds = set(kinds_of(calls))
     if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
@@ -53,7 +54,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
 
 
 def kinds_of(calls: Iterable[Call]) -> list[str]:
-    """What was called, each kind once, without barriers."""
+    """Return what was called, each kind once, without barriers."""
     return list(dict.fromkeys(call.kind for call in calls if call.kind != "barrier"))
 
 
@@ -62,7 +63,7 @@ _CARRYING = {"all_to_all", "send", "recv"}  # unsharded gradients can travel by 
 
 
 def nothing_added_up(calls: Iterable[Call]) -> str:
-    """The likely cause where a sum over the ranks is wanted and no collective that adds up was called; else nothing."""
+    """Return the likely cause where a sum over the ranks is wanted and no collective adds up; else nothing."""
     kinds = kinds_of(calls)
     if any(kind in _ADDING | _CARRYING for kind in kinds):
         return ""
@@ -75,9 +76,10 @@ _TIMES = {"all_reduce": 2, "recv": 0, "barrier": 0}
 
 
 def bytes_sent(call: Call, ranks: int) -> float:
-    """Bytes that one rank sends in a call, by the textbook: 2 b (n-1)/n for an all_reduce of b bytes, b for a send, b
-    (n-1)/n for another collective. A reduce_scatter's b is logged as its output, one block of n:
-    `bytes_sent(Call("reduce_scatter", 4), 3) == 8`.
+    """Return the bytes that one rank sends in a call, by the textbook.
+
+    2 b (n-1)/n for an all_reduce of b bytes, b for a send, b (n-1)/n for another collective. A reduce_scatter's b is
+    logged as its output, one block of n: `bytes_sent(Call("reduce_scatter", 4), 3) == 8`.
     """
     if call.kind == "send":
         return call.nbytes
@@ -104,10 +106,12 @@ class WireLog(TorchDispatchMode):
 
 
 def _bytes_of(argument: object) -> int:
+    """Return the bytes of all tensors in an argument."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(argument))
 
 
 def _tensors(argument: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an argument, in nested lists too."""
     if isinstance(argument, torch.Tensor):
         yield argument
     elif isinstance(argument, (list, tuple)):

@@ -22,7 +22,7 @@ class CheckFailed(AssertionError):
     """A failed check in the teacher edition; its text is the whole report."""
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows instead of a traceback through the library."""
+        """Return the lines that IPython shows instead of a traceback through the library."""
         return [f"CheckFailed: {self}"]
 
 
@@ -50,11 +50,11 @@ def open_course(edition: str | None = None, workspace: Path | str | None = None)
 
 
 def running_shell() -> Any:
-    """The notebook's IPython shell; None in a script, also where IPython is not installed."""
+    """Return the notebook's IPython shell; None in a script, also where IPython is not installed."""
     loaded = sys.modules.get("IPython")
     return loaded.get_ipython() if loaded else None
 
 
 def current() -> Course:
-    """The open course; without `start`, the learner edition in the working folder."""
+    """Return the open course; without `start`, the learner edition in the working folder."""
     return _open[0] if _open else open_course()

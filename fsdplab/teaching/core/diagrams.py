@@ -39,22 +39,26 @@ def cells_in_time(
     subtitle: str,
     alt: str,
 ) -> go.Figure:
-    """The cells as a figure with a play button: a trace for each kind in `colours`, in that order.
+    """Return a figure of the cells with a play button: a trace for each kind in `colours`, in that order.
 
     ValueError for a cell whose row, kind or moments the figure does not have.
     """
     _check(cells, rows, moments, colours)
-    kinds = [kind for kind in colours if any(cell.kind == kind for cell in cells)]
+    used_kinds = {cell.kind for cell in cells}
+    kinds = [kind for kind in colours if kind in used_kinds]
     # rows are numbers, not names: an animation loses the places of names that a frame does not have
     places = {row: len(rows) - 1 - index for index, row in enumerate(rows)}
-    figure = go.Figure([_trace(cells, kind, colours[kind], len(moments), places) for kind in kinds])
-    figure.frames = [
+
+    def traces(shown_moments: int) -> list[go.Bar]:
+        return [_trace(cells, kind, colours[kind], shown_moments, places) for kind in kinds]
+
+    figure = go.Figure(traces(len(moments)))
+    frames = []
+    for number, moment in enumerate(moments):
         # plotly plays frames by name: of two frames of one name it would show the last one twice
-        go.Frame(
-            name=f"{number} {moment}", data=[_trace(cells, kind, colours[kind], number + 1, places) for kind in kinds]
-        )
-        for number, moment in enumerate(moments)
-    ]
+        frames.append(go.Frame(name=f"{number} {moment}", data=traces(number + 1)))
+    figure.frames = frames
+
     middles = [number + _WIDE / 2 for number in range(len(moments))]
     figure.update_xaxes(range=[-0.03, len(moments)], tickvals=middles, ticktext=list(moments), **CLOCK)
     figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(places.values()), ticktext=list(places), **CLOCK)
@@ -63,6 +67,7 @@ def cells_in_time(
 
 
 def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str], colours: dict[str, str]) -> None:
+    """Raise ValueError for the first cell that has no place in the figure."""
     for cell in cells:
         for what, value, known in (("row", cell.row, rows), ("kind", cell.kind, list(colours))):
             if value not in known:
@@ -74,36 +79,47 @@ def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str
 
 
 def _trace(cells: Sequence[HeldCell], kind: str, colour: str, moments: int, places: dict[str, int]) -> go.Bar:
-    """All cells of a kind as they are after the first `moments` moments: one that lasts longer grows."""
-    spans = [
-        Span(
-            places[cell.row], float(cell.moment), min(cell.lasts, moments - cell.moment) - 1 + _WIDE, cell.label,
-            f"{cell.row}: {kind}",
-        )
-        for cell in cells if cell.kind == kind and cell.moment < moments
-    ]  # fmt: skip
+    """Return all cells of a kind as they are after the first `moments` moments: one that lasts longer grows."""
+    spans = []
+    for cell in cells:
+        if cell.kind != kind or cell.moment >= moments:
+            continue
+        length = min(cell.lasts, moments - cell.moment) - 1 + _WIDE
+        spans.append(Span(places[cell.row], float(cell.moment), length, cell.label, f"{cell.row}: {kind}"))
     return lane(kind, colour, spans, textfont_size=14, hovertemplate="%{hovertext}<br>%{text}<extra></extra>")
 
 
 def _buttons(milliseconds: int) -> dict[str, object]:
+    """Return plotly's menu with a button to play, `milliseconds` a moment, and one to pause."""
     frame = dict(duration=milliseconds, redraw=True)
     play = dict(frame=frame, transition=dict(duration=0), fromcurrent=False, mode="immediate")
     all_at_once = dict(frame=dict(duration=0, redraw=True), mode="immediate", transition=dict(duration=0))
     return dict(
-        type="buttons", direction="left", x=1, xanchor="right", y=1.02, yanchor="bottom", showactive=False,
+        type="buttons",
+        direction="left",
+        x=1,
+        xanchor="right",
+        y=1.02,
+        yanchor="bottom",
+        showactive=False,
         buttons=[
             dict(label="▶ Play", method="animate", args=[None, play]),
             dict(label="Pause", method="animate", args=[[None], all_at_once]),
         ],
-    )  # fmt: skip
+    )
 
 
 def mesh(
-    columns: Sequence[str], rows: Sequence[str], owners: Sequence[Sequence[int]], texts: Sequence[Sequence[str]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    owners: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[str]],
     colours: Sequence[str],
-) -> go.Figure:  # fmt: skip
-    """A figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
+) -> go.Figure:
+    """Return a figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
     parts = len(colours)
-    steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / parts, (index + 1) / parts)]
+    colorscale = []
+    for index, colour in enumerate(colours):  # two equal edges make a step, where plotly would blend two colours
+        colorscale += [(index / parts, colour), ((index + 1) / parts, colour)]
     values = [[owner + 0.5 for owner in row] for row in owners]
-    return heat_map(columns, rows, values, texts, "%{text}<br>%{x}, %{y}", most=parts, colorscale=steps)
+    return heat_map(columns, rows, values, texts, "%{text}<br>%{x}, %{y}", most=parts, colorscale=colorscale)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
+    """Return IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
     if running_shell() is None:
         return None
     from IPython.display import display
@@ -44,7 +44,7 @@ def present(thing: object) -> None:
 
 
 def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[object], None]:
-    """Like `present`, and returns a function that replaces the output later.
+    """Show an object as `present` does, and return a function that replaces the output later.
 
     The output is an ordinary one that stays in the saved notebook, where a widget is not saved. Another figure is on
     the screen sooner when `below` draws it.
@@ -65,7 +65,7 @@ def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[o
 
 
 def _in_a_widget(thing: object, display: Callable[..., Any]) -> Callable[[object], None]:
-    """The output as a widget: Voila shows a cell's output once, and changes widgets alone."""
+    """Show the output as a widget: Voila shows a cell's output once, and changes widgets alone."""
     import ipywidgets
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -102,33 +102,40 @@ class Table:
 
     def __str__(self) -> str:
         rules = ["-" * max(map(len, cells)) for cells in zip(self.header, *self.rows, strict=True)]
-        return "\n".join([*aligned([self.header, rules, *self.rows]), *filter(None, [self.caption])])
+        lines = aligned([self.header, rules, *self.rows])
+        if self.caption:
+            lines = [*lines, self.caption]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        sides = ["right" if self._is_numeric(column) else "left" for column in range(len(self.header))]
-        looks = [{"style": f"text-align:{side};padding:2px 14px 2px 0"} for side in sides]
-        caption = f"<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>" if self.caption else ""
-        return str(html_table(self.header, self.rows, lambda place, text: looks[place])) + caption
+        looks = []
+        for column in range(len(self.header)):
+            side = "right" if self._is_numeric(column) else "left"
+            looks.append({"style": f"text-align:{side};padding:2px 14px 2px 0"})
+        text = str(html_table(self.header, self.rows, lambda place, text: looks[place]))
+        if not self.caption:
+            return text
+        return f"{text}<div style='font-size:90%;opacity:.75'>{html.escape(self.caption)}</div>"
 
     def _is_numeric(self, column: int) -> bool:
-        """Whether every cell of a column begins like a number; such columns are set flush right."""
-        return bool(self.rows) and all(
-            row[column][:1].isdigit() or row[column][:1] in "-+" for row in self.rows if row[column]
-        )
+        """Return whether every cell of a column begins like a number; such columns are set flush right."""
+        cells = [row[column] for row in self.rows if row[column]]
+        return bool(self.rows) and all(cell[0].isdigit() or cell[0] in "-+" for cell in cells)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Table:
-    """A table of anything: `table(["rank", "bytes"], [[0, 36], [1, 36]])`; every cell becomes a text."""
-    return Table(tuple(header), tuple(tuple(str(cell) for cell in row) for row in rows), caption)
+    """Return a table of anything: `table(["rank", "bytes"], [[0, 36], [1, 36]])`; every cell becomes a text."""
+    texts = tuple(tuple(map(str, row)) for row in rows)
+    return Table(tuple(header), texts, caption)
 
 
 class HasTable:
     """Results that show as their `table()`."""
 
     def table(self) -> Table:
-        """The results in rows."""
+        """Return the results in rows."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -196,7 +203,10 @@ def show(figure: go.Figure, alt: str | None = None) -> None:
 
 
 def shown(thing: Any, alt: str | None = None) -> Any:
-    """A plotly figure in its three forms; anything else as it is. ValueError for a figure without alternative text."""
+    """Return a plotly figure in its three forms; anything else as it is.
+
+    ValueError for a figure without alternative text.
+    """
     if not hasattr(thing, "to_plotly_json"):
         return thing
     words = alt or alt_text(thing)
@@ -214,12 +224,15 @@ class WidgetView:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle = {**self.widget._repr_mimebundle_(), "text/plain": ""}
-        return bundle if self.instead is None else bundle | {"text/html": self.instead._repr_html_()}
+        if self.instead is not None:
+            bundle["text/html"] = self.instead._repr_html_()
+        return bundle
 
 
 def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> FigureBelow | None:
-    """Make a widget and show it in a notebook, and on its static page `instead`; outside a notebook only that is
-    shown. What is returned redraws the figure that the cell shows next.
+    """Make a widget and show it in a notebook, and on its static page `instead`.
+
+    Outside a notebook only `instead` is shown. What is returned redraws the figure that the cell shows next.
     """
     display = notebook_display()
     if display:

@@ -40,5 +40,5 @@ _WORDS = (  # (what the error's line says, what to change), the first that fits
 
 
 def words_for(error: str) -> str:
-    """What to change after an error, by the last line of its traceback."""
+    """Return what to change after an error, by the last line of its traceback."""
     return next((words for says, words in _WORDS if re.search(says, error)), OTHERWISE)

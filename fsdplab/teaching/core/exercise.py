@@ -114,8 +114,10 @@ class Question:
             )
 
     def right(self, against: Any = None) -> float:
-        """The right value in the question's unit."""
-        return float(self.expected(against) if callable(self.expected) else self.expected)
+        """Return the right value in the question's unit."""
+        if callable(self.expected):
+            return float(self.expected(against))
+        return float(self.expected)
 
 
 @dataclass(frozen=True)
@@ -139,71 +141,94 @@ class Choice:
 
 
 def questions_of(path: Path) -> Iterator[Question | Choice]:
-    """The questions and choices of a file, in its order; ExerciseError names the item that cannot be read."""
+    """Yield the questions and choices of a file, in its order; ExerciseError names the item that cannot be read."""
     text = path.read_text(encoding="utf-8")
     head, *items = re.split(r"^## ", text, flags=re.MULTILINE)
     block = _BLOCK.search(head)
+    names = block[1] if block else ""
     for item in items:
         title, _, body = item.partition("\n")
+        id = title.strip()
         parts = [part.strip() for part in re.split(r"\n\n|\n(?=- |\d\. )", body) if part.strip()]
+        is_choice = any(map(_OPTION.match, parts))
         try:
-            yield (
-                _choice(title.strip(), parts)
-                if any(map(_OPTION.match, parts))
-                else _question(title.strip(), list(map(_flat, parts)), block[1] if block else "")
-            )
+            if is_choice:
+                yield _choice(id, parts)
+            else:
+                yield _question(id, list(map(_flat, parts)), names)
         except (IndexError, SyntaxError, ValueError) as error:
-            raise ExerciseError(f"{path}: {title.strip()} cannot be read: {error}") from error
+            raise ExerciseError(f"{path}: {id} cannot be read: {error}") from error
 
 
 def _question(id: str, parts: list[str], names: str) -> Question:
-    given = next((number for number, part in enumerate(parts) if part.startswith("Right: ")), len(parts))
+    """Read a question from its paragraphs; `names` is the file's block of Python."""
+    # which part is which: the statement, `Right:`, slips, hints, `Then:`
+    given = len(parts)
+    for number, part in enumerate(parts):
+        if part.startswith("Right: "):
+            given = number
+            break
     right = _RIGHT.fullmatch(parts[given]) if given < len(parts) else None
-    rest = parts[given + 1 :]
-    slips = [found for part in rest if (found := _SLIP.fullmatch(part))]
-    hints = tuple(part[3:] for part in rest if re.match(r"\d\. ", part))
-    then = [part.removeprefix("Then: ") for part in rest if part.startswith("Then: ")]
-    if right is None or len(slips) + len(hints) + len(then) != len(rest) or len(hints) != 3:
+    slip_parts, hints, explanations, others = [], [], [], []
+    for part in parts[given + 1 :]:
+        slip_match = _SLIP.fullmatch(part)
+        if slip_match:
+            slip_parts.append(slip_match)
+        elif re.match(r"\d\. ", part):
+            hints.append(part[3:])
+        elif part.startswith("Then: "):
+            explanations.append(part.removeprefix("Then: "))
+        else:
+            others.append(part)
+    if right is None or others or len(hints) != 3:
         raise ValueError(
             "expected the statement, Right: `number` unit, within 1 %, perhaps slips, - `wrong number`: cause, three"
             " hints, 1. to 3., and perhaps `Then: ...`; or a choice with options, - a) text, and > why under each"
         )
-    expected = _expression(right[1], names)
-    about_data = "it" in compile(right[1], right[1], "eval").co_names
+    number_of = _expression(right[1], names)
+
+    def expected(it: Any) -> float:
+        return float(number_of(it, None))
 
     def slip(source: str, cause: str) -> Slip:
         wrong = _expression(source, names)
-        return Slip(cause, lambda it: wrong(it, float(expected(it, None))))
+        return Slip(cause, lambda it: wrong(it, expected(it)))
 
+    is_about_data = "it" in compile(right[1], right[1], "eval").co_names
+    first, second, third = hints
     return Question(
         id=id,
         statement=" ".join(parts[:given]),
         unit=right[2] or "",
-        expected=(lambda it: float(expected(it, None))) if about_data else float(expected(None, None)),
-        slips=tuple(slip(each[1], each[2]) for each in slips),
-        hints=hints,  # three, as was checked
+        expected=expected if is_about_data else expected(None),
+        slips=tuple(slip(match[1], match[2]) for match in slip_parts),
+        hints=(first, second, third),
         tolerance=float(right[3]) / 100,
-        explanation=" ".join(then),
+        explanation=" ".join(explanations),
     )
 
 
 def _choice(id: str, parts: list[str]) -> Choice:
+    """Read a choice from its paragraphs."""
     begins = next(number for number, part in enumerate(parts) if _OPTION.match(part))
-    options = [_OPTION.fullmatch(part) for part in parts[begins:]]
-    found = [option for option in options if option]
-    bold = [option[2] for option in found if option[1]]
-    if len(found) != len(options) or len(bold) != 1:
+    options, because, bold, unread = {}, {}, [], 0
+    for part in parts[begins:]:
+        match = _OPTION.fullmatch(part)
+        if match is None:
+            unread += 1
+            continue
+        is_bold, letter, text, why = match.groups()
+        options[letter] = _flat(text)
+        because[letter] = _flat(re.sub(r"\n +> ", " ", why))
+        if is_bold:
+            bold.append(letter)
+    if unread or len(bold) != 1:
         raise ValueError("expected options, - a) text, and > why under each; one is bold, - **b)** text: the right one")
-    return Choice(
-        id=id,
-        statement=_flat(" ".join(parts[:begins])),
-        options={option[2]: _flat(option[3]) for option in found},
-        right=bold[0],
-        because={option[2]: _flat(re.sub(r"\n +> ", " ", option[4])) for option in found},
-    )
+    return Choice(id, _flat(" ".join(parts[:begins])), options, bold[0], because)
 
 
 def _flat(text: str) -> str:
+    """Return a text on one line, its words a blank apart."""
     return " ".join(text.split())
 
 
@@ -211,13 +236,14 @@ _Expression = Callable[[Any, float | None], Any]  # a number, or of a slip a lis
 
 
 def _expression(source: str, names: str) -> _Expression:
+    """Compile an expression of a question's file; it is evaluated with `it`, `right` and the file's names."""
     code = compile(source, source, "eval")
     return lambda it, right: eval(code, {**_names(names), "it": it, "right": right})
 
 
 @lru_cache
 def _names(source: str) -> dict[str, Any]:
-    """The names of the file's block of Python; made when a question is first judged."""
+    """Return the names of the file's block of Python; made when a question is first judged."""
     space: dict[str, Any] = {}
     exec(source, space)
     return space

@@ -78,162 +78,180 @@ class Exercise:
 
     @property
     def id(self) -> str:
-        """The id, as `check` takes it."""
+        """Return the id, as `check` takes it."""
         return checked_id(f"{self.path.parent.name}.{self.path.stem}")
 
     @property
     def function(self) -> str:
-        """The name of the function to write."""
+        """Return the name of the function to write."""
         return self.written_as.path.stem
 
     @property
     def written_as(self) -> Exercise:
-        """The exercise whose function this checks: itself, unless it is a stage of another."""
-        whole = self.settings.part_of
-        return Exercise(self.path.with_name(f"{whole}.py")) if whole else self
+        """Return the exercise whose function this checks: itself, unless it is a stage of another."""
+        if not self.is_stage:
+            return self
+        return Exercise(self.path.with_name(f"{self.settings.part_of}.py"))
 
     @cached_property
     def text(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         return self.path.read_text(encoding="utf-8")
 
     @cached_property
     def _paragraphs(self) -> list[str]:
+        """Return the docstring's paragraphs: the title, the statement, the hints."""
         return inspect.cleandoc(ast.get_docstring(ast.parse(self.text, str(self.path))) or "").split("\n\n")
 
     @property
     def title(self) -> str:
-        """The first line of the docstring."""
+        """Return the first line of the docstring."""
         return self._paragraphs[0]
 
     @property
     def statement(self) -> str:
-        """What is to be written."""
+        """Return what is to be written."""
         return " ".join(" ".join(self._paragraphs[1:-1]).split())
 
     @cached_property
     def hints(self) -> tuple[str, ...]:
-        """A nudge, a pointer, and nearly the solution."""
-        return tuple(
-            " ".join(hint.split()) for hint in re.split(r"^\d\. ", self._paragraphs[-1], flags=re.MULTILINE)[1:]
-        )
+        """Return a nudge, a pointer, and nearly the solution."""
+        numbered = re.split(r"^\d\. ", self._paragraphs[-1], flags=re.MULTILINE)
+        return tuple(" ".join(hint.split()) for hint in numbered[1:])
 
     @cached_property
     def settings(self) -> Settings:
-        """What the line `# ---- check: ...` says; ExerciseError for words that are none."""
-        found = _CHECK.search(self.text)
-        if found is None:
+        """Return what the line `# ---- check: ...` says; ExerciseError for words that are none."""
+        line = _CHECK.search(self.text)
+        if line is None:
             raise ExerciseError(f"{self.path}: no line `# ---- check: ...`; the cases stand after it")
         chosen: dict[str, Any] = {}
-        for words in filter(None, (found[1] or "").split(", ")):
-            fitting = [(name, match[1]) for name, form in _SETTINGS.items() if (match := re.fullmatch(form, words))]
-            if not fitting:
-                raise ExerciseError(
-                    f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `also on 2`,"
-                    " `within 1e-6`, `in 30 s`, `pure`, `facts only` or `of another_exercise`"
-                )
-            name, value = fitting[0]
-            chosen[name] = _KINDS.get(name, float)(value)
+        for words in filter(None, (line[1] or "").split(", ")):
+            name, value = self._setting(words)
+            chosen[name] = value
         return Settings(**chosen)
+
+    def _setting(self, words: str) -> tuple[str, Any]:
+        """Return the setting that some words of the check's line make: `on 3 ranks` is `("world_size", 3)`."""
+        for name, form in _SETTINGS.items():
+            match = re.fullmatch(form, words)
+            if match:
+                return name, _KINDS.get(name, float)(match[1])
+        raise ExerciseError(
+            f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `also on 2`,"
+            " `within 1e-6`, `in 30 s`, `pure`, `facts only` or `of another_exercise`"
+        )
 
     @property
     def is_stage(self) -> bool:
-        """Whether this checks the function of another exercise."""
+        """Return whether this checks the function of another exercise."""
         return bool(self.settings.part_of)
 
     @property
     def world_size(self) -> int:
-        """How many ranks, or for a pure function how many ranks' arguments."""
+        """Return how many ranks, or for a pure function how many ranks' arguments."""
         return self.settings.world_size
 
     @property
     def tolerance(self) -> float:
-        """By how much a number may differ, relative to the largest expected one."""
+        """Return by how much a number may differ, relative to the largest expected one."""
         return self.settings.tolerance
 
     @property
     def time_limit(self) -> float:
-        """Seconds that one case may take, from a common start of the ranks."""
+        """Return the seconds that one case may take, from a common start of the ranks."""
         return self.settings.time_limit
 
     @property
     def pure(self) -> bool:
-        """Whether it is called in the notebook's process."""
+        """Return whether it is called in the notebook's process."""
         return self.settings.pure
 
     @property
     def _starts(self) -> int:
-        """The number of lines up to the docstring's end."""
+        """Return the number of lines up to the docstring's end."""
         return ast.parse(self.text).body[0].end_lineno or 0
 
     @cached_property
     def _solution(self) -> list[str]:
-        """The lines between docstring and check."""
-        found = _CHECK.search(self.text)
-        return self.text[: found.start() if found else None].split("\n")[self._starts :]
+        """Return the lines between docstring and check."""
+        check = _CHECK.search(self.text)
+        before_check = self.text if check is None else self.text[: check.start()]
+        return before_check.split("\n")[self._starts :]
 
     def _kept(self, stub: bool = False) -> str:
-        """The solution's source, or with gaps where learners write."""
-        kept: list[str] = []
+        """Return the solution's source, or with gaps where learners write."""
+        lines: list[str] = []
         gap: list[str] | None = None  # the stub's lines for the marked part that we are in
+        stub_lines: list[str] = []  # those that the part itself gives, by `##`
         for line in self._solution:
             bare = line.lstrip()
             indent = line[: len(line) - len(bare)]
             if bare.startswith("### BEGIN SOLUTION"):
-                said = bare.removeprefix("### BEGIN SOLUTION").strip()
-                gap = [f"{indent}...  # {said}" if said else f"{indent}..."]
-                own: list[str] = []
+                comment = bare.removeprefix("### BEGIN SOLUTION").strip()
+                gap = [f"{indent}...  # {comment}" if comment else f"{indent}..."]
+                stub_lines = []
             elif bare.startswith("### END SOLUTION"):
-                kept += (own or gap or []) if stub else []
+                if stub:
+                    lines += stub_lines or gap or []
                 gap = None
             elif bare.startswith("## ") or bare == "##":
-                own.append((indent + bare[3:]).rstrip())
-            elif not (stub and gap is not None):
-                kept.append(line)
-        return "\n".join(kept).strip("\n") + "\n"
+                stub_lines.append((indent + bare[3:]).rstrip())
+            elif not stub or gap is None:
+                lines.append(line)
+        return "\n".join(lines).strip("\n") + "\n"
 
     @cached_property
     def reference(self) -> str:
-        """The solution's source."""
-        return self._kept() if not self.is_stage else self.written_as.reference
+        """Return the solution's source."""
+        if self.is_stage:
+            return self.written_as.reference
+        return self._kept()
 
     @cached_property
     def stub(self) -> str:
-        """What a learner begins with."""
-        return self._kept(stub=True) if not self.is_stage else self.written_as.stub
+        """Return what a learner begins with."""
+        if self.is_stage:
+            return self.written_as.stub
+        return self._kept(stub=True)
 
     @cached_property
     def returns(self) -> bool:
-        """Whether the reference returns a value."""
+        """Return whether the reference returns a value."""
         return any(isinstance(node, ast.Return) and node.value for node in ast.walk(ast.parse(self.reference)))
 
     def module(self) -> types.ModuleType:
-        """The whole file as a module: its cases and its observation."""
+        """Return the whole file as a module: its cases and its observation."""
         return _module(self.path, self.text)
 
     @property
     def expected(self) -> Mapping[str, Any] | None:
-        """The facts that a right solution leads to, where they stand in the file."""
-        found: Mapping[str, Any] | None = getattr(self.module(), "EXPECTED", None)
-        return found
+        """Return the facts that a right solution leads to, where they stand in the file."""
+        facts: Mapping[str, Any] | None = getattr(self.module(), "EXPECTED", None)
+        return facts
 
     def says(self, fact: str, got: Mapping[str, Any], right: Mapping[str, Any]) -> str:
-        """What the file says of a fact that differs, or nothing: a text, or a function of all facts, got and right."""
+        """Return what the file says of a fact that differs, or nothing.
+
+        SAYS has a text, or a function of all facts, got and right.
+        """
         said: str | Callable[..., str] = getattr(self.module(), "SAYS", {}).get(fact, "")
-        return said if isinstance(said, str) else said(got, right)
+        if isinstance(said, str):
+            return said
+        return said(got, right)
 
     @property
     def hung(self) -> str:
-        """The likely cause where a check does not end."""
+        """Return the likely cause where a check does not end."""
         return str(getattr(self.module(), "SAYS", {}).get("hung", HUNG))
 
     @property
     def otherwise(self) -> str:
-        """What to say where no cause is found: the file's own sentence, or nothing."""
+        """Return what to say where no cause is found: the file's own sentence, or nothing."""
         return str(getattr(self.module(), "SAYS", {}).get("otherwise", ""))
 
     def complaints(self) -> list[str]:
-        """What the file lacks, a line each."""
+        """Return what the file lacks, a line each."""
         try:
             module = self.module()
             for source in (self.stub, self.reference):
@@ -242,14 +260,23 @@ class Exercise:
             return [str(error)]
         except Exception as error:  # whatever a file that is being written raises
             return [f"{self.path}: cannot be used: {type(error).__name__}: {error}"]
-        found = [] if len(self.hints) == 3 else [f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}"]
-        for name in ("cases",) if self.is_stage else (self.function, "cases"):
-            found += [] if callable(getattr(module, name, None)) else [f"{self.path}: defines no function {name}(...)"]
-        found += [] if self.statement else [f"{self.id}: no statement between title and hints"]
-        found += [] if self.stub != self.reference else [f"{self.id}: no part to write, ### BEGIN SOLUTION"]
-        return found
+        complaints = []
+        if len(self.hints) != 3:
+            complaints.append(f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}")
+        needed_functions = ["cases"]
+        if not self.is_stage:
+            needed_functions.insert(0, self.function)
+        for name in needed_functions:
+            if not callable(getattr(module, name, None)):
+                complaints.append(f"{self.path}: defines no function {name}(...)")
+        if not self.statement:
+            complaints.append(f"{self.id}: no statement between title and hints")
+        if self.stub == self.reference:
+            complaints.append(f"{self.id}: no part to write, ### BEGIN SOLUTION")
+        return complaints
 
 
 @lru_cache
 def _module(path: Path, text: str) -> types.ModuleType:
+    """Run a file as a module, once for each text that it has had."""
     return loaded(text, f"exercise_file_{path.parent.name}_{path.stem}", str(path))

@@ -30,20 +30,20 @@ class Explorer:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        start, self.values = self.values, {name: axis[0] for name, axis in self.axes.items()}
+        start = self.values
+        self.values = {name: axis[0] for name, axis in self.axes.items()}
         for name, value in start.items():
             self.set(name, value)
 
     def set(self, name: str, value: Any) -> None:
         """Move one slider; ValueError where the axis has no such value."""
         if value not in self.axes.get(name, ()):
-            raise ValueError(
-                f"{name} can be {', '.join(map(str, self.axes.get(name, ['nothing: no such slider'])))}; got {value!r}"
-            )
+            possible = ", ".join(map(str, self.axes.get(name, ["nothing: no such slider"])))
+            raise ValueError(f"{name} can be {possible}; got {value!r}")
         self.values[name] = value
 
     def render(self) -> Any:
-        """The function's result for the present values; a figure in the forms that a page can show."""
+        """Return the function's result for the present values; a figure in the forms that a page can show."""
         return shown(self.view(**self.values))
 
 
@@ -63,7 +63,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
 def predicted_runs(
     strategies: Sequence[str] = ("no_shard", "full_shard"), **fixed: Any
 ) -> Callable[..., OutlookTable | Note]:
-    """A view for `explore` of what runs will take; nothing is started.
+    """Return a view for `explore` of what runs will take; nothing is started.
 
     `explore(predicted_runs(model="gpt-20m"), world_size=[2, 4, 8], prefetch=[0, 1, 2])`: axes are fields of `RunSpec`.
     """
@@ -79,7 +79,7 @@ def predicted_runs(
 
 
 def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
-    """One slider an axis; `moved` is called after each move."""
+    """Return one slider an axis; `moved` is called after each move."""
     import ipywidgets
 
     def take(name: str, value: Any) -> None:
@@ -87,12 +87,18 @@ def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
         moved()
 
     def slider(name: str, axis: Axis) -> ipywidgets.SelectionSlider:
+        options = []
+        for value in axis:
+            label = f"{value:,}" if isinstance(value, int) else str(value)
+            options.append((label, value))
         made = ipywidgets.SelectionSlider(
-            options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in axis],
-            value=explorer.values[name], description=name.replace("_", " "),
-            style={"description_width": "12em"}, layout={"width": "32em"},
-        )  # fmt: skip
+            options=options,
+            value=explorer.values[name],
+            description=name.replace("_", " "),
+            style={"description_width": "12em"},
+            layout={"width": "32em"},
+        )
         made.observe(lambda change: take(name, change["new"]), names="value")
         return made
 
-    return ipywidgets.VBox([slider(*each) for each in explorer.axes.items()])
+    return ipywidgets.VBox([slider(name, axis) for name, axis in explorer.axes.items()])

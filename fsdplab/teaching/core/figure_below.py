@@ -45,6 +45,7 @@ class FigureBelow(anywidget.AnyWidget):
         return bool(self.answers)
 
     def _was_measured(self, change: Mapping[str, Any]) -> None:
+        """Tell the page that its message came, and redraw where it is wide or narrow in another way."""
         self.send("")
         page_is(change["new"])
         if page() != self._page:

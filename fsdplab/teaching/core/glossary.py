@@ -27,18 +27,20 @@ class Term:
 
     @property
     def anchor(self) -> str:
-        """The entry's place on the page: `"emulated card"` is at `#emulated-card`."""
-        return "".join(letter for letter in self.word.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+        """Return the entry's place on the page: `"emulated card"` is at `#emulated-card`."""
+        letters = self.word.lower().replace(" ", "-")
+        return "".join(letter for letter in letters if letter.isalnum() or letter in "-_")
 
 
 @cache
 def terms() -> tuple[Term, ...]:
-    """All entries, in the page's order."""
+    """Return all entries, in the page's order."""
     page = (shared_folder("notebooks") / "GLOSSARY.md").read_text(encoding="utf-8")
-    return tuple(
-        Term(word, meaning, (title, address) if title else None)
-        for word, meaning, title, address in _ENTRY.findall(page)
-    )
+    entries = []
+    for word, meaning, title, address in _ENTRY.findall(page):
+        reference = (title, address) if title else None
+        entries.append(Term(word, meaning, reference))
+    return tuple(entries)
 
 
 def glossary(*words: str) -> None:
@@ -48,20 +50,24 @@ def glossary(*words: str) -> None:
 
 
 def _read(term: Term) -> str:
-    return f" Read: {term.reference[0]}, {term.reference[1]}" if term.reference else ""
+    """Return where to read more, or nothing."""
+    if term.reference is None:
+        return ""
+    title, address = term.reference
+    return f" Read: {title}, {address}"
 
 
 def find(word: str) -> Term:
-    """The entry of a word, however it is written; LookupError with the near ones."""
+    """Return the entry of a word, however it is written; LookupError with the near ones."""
     known = {_key(term.word): term for term in terms()}
     key = _key(word)
-    if key not in known:
-        near = [known[each].word for each in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
-        raise LookupError(
-            f"the glossary has no {word!r}" + (f"; near: {', '.join(near)}" if near else "; glossary() shows all terms")
-        )
-    return known[key]
+    if key in known:
+        return known[key]
+    near = [known[near_key].word for near_key in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
+    advice = f"near: {', '.join(near)}" if near else "glossary() shows all terms"
+    raise LookupError(f"the glossary has no {word!r}; {advice}")
 
 
 def _key(word: str) -> str:
+    """Return a word without case, blanks and hyphens: `Emulated card` and `emulated-card` are one."""
     return word.lower().replace("_", "").replace("-", "").replace(" ", "")

@@ -12,12 +12,12 @@ from fsdplab.teaching.core.workspace import function_name, load_function, loaded
 
 
 def functions(*exercises: str) -> dict[str, Callable[..., Any]]:
-    """The functions by name: `functions("05.shard")["shard"]`; on ranks too, where the course is open."""
+    """Return the functions by name: `functions("05.shard")["shard"]`; on ranks too, where the course is open."""
     return {function_name(exercise): function_of(exercise) for exercise in exercises}
 
 
 def function_of(exercise: str) -> Callable[..., Any]:
-    """One function in use."""
+    """Return one function in use."""
     workspace = current().workspace
     if workspace.has_passed(exercise):
         return load_function(workspace.file_of(exercise), function_name(exercise))
@@ -25,24 +25,28 @@ def function_of(exercise: str) -> Callable[..., Any]:
 
 
 def stub_of(exercise: str) -> Callable[..., Any]:
-    """The function as a learner gets it, where the stub is code that runs."""
+    """Return the function as a learner gets it, where the stub is code that runs."""
     return _made(exercise, find(exercise, Exercise).stub)
 
 
 def _made(exercise: str, source: str) -> Callable[..., Any]:
+    """Return the function of an exercise that a source text defines."""
     name = function_name(exercise)
     function: Callable[..., Any] = getattr(loaded(source, f"in_use_{name}", f"{exercise}.py"), name)
     return function
 
 
 def owner(*exercises: str) -> str:
-    """`"your"` where the checks of all passed, else `"the reference"`."""
-    return "your" if all(map(current().workspace.has_passed, exercises)) else "the reference"
+    """Return `"your"` where the checks of all passed, else `"the reference"`."""
+    if all(map(current().workspace.has_passed, exercises)):
+        return "your"
+    return "the reference"
 
 
 def whose(*exercises: str) -> str:
-    """Whose functions these are: `"with your shard, reshard and the reference unshard"`."""
-    mine = [each for each in exercises if current().workspace.has_passed(each)]
-    others = [each for each in exercises if each not in mine]
-    named = {"your": mine, "the reference": others}
-    return "with " + " and ".join(f"{who} {', '.join(map(function_name, of))}" for who, of in named.items() if of)
+    """Return whose functions these are: `"with your shard, reshard and the reference unshard"`."""
+    names: dict[str, list[str]] = {"your": [], "the reference": []}
+    for exercise in exercises:
+        names[owner(exercise)].append(function_name(exercise))
+    parts = [f"{who} {', '.join(functions)}" for who, functions in names.items() if functions]
+    return f"with {' and '.join(parts)}"

@@ -129,6 +129,7 @@ def _compared_names(facts: Facts) -> list[str]:
 
 
 def _cause(comparison: Comparison) -> str:
+    """Return the likely cause, the first that applies of those that the module's docstring lists."""
     exercise, (case, rank) = comparison.exercise, comparison.wrong_places[0]
     fact, difference = comparison.first
     if comparison.trial.nothing and exercise.returns:
@@ -151,6 +152,7 @@ def _cause(comparison: Comparison) -> str:
 
 
 def _cause_of_nothing(comparison: Comparison) -> str:
+    """Return why a function returns nothing: on some ranks only, or because it prints its result."""
     case, rank = comparison.wrong_places[0]
     returning_ranks = [trial.rank for trial in comparison.learner.trials[case] if not trial.nothing]
     if returning_ranks:
@@ -227,6 +229,7 @@ def _factor(right: Any, got: Any) -> float:
 
 
 def _feedback_on_difference(comparison: Comparison) -> Feedback:
+    """Return feedback on the first fact that differs, with the likely cause."""
     exercise, (case, rank) = comparison.exercise, comparison.wrong_places[0]
     fact, difference = comparison.first
     if comparison.trial.nothing and exercise.returns:
@@ -319,4 +322,5 @@ def _spare_bytes(trial: Trial, reference_trial: Trial, ranks: int) -> float:
 
 
 def _calls_with_a_number(calls: tuple[Call, ...]) -> list[Call]:
+    """Return the calls that carry one number at most."""
     return [call for call in calls if call.nbytes <= _NUMBER_BYTES]

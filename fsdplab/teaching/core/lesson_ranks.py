@@ -24,8 +24,11 @@ class LessonRanks:
     lesson: str
 
     def __call__(self, function: str, world_size: int = 2, **payload: Any) -> list[Any]:
-        """The value of each rank; RanksFailed where one raises, dies or does not end."""
+        """Return the value of each rank; RanksFailed where one raises, dies or does not end."""
         return call_on_ranks(
-            Path(self.lesson).with_name("on_ranks.py"), function, world_size=world_size,
-            payload={"workspace": str(current().workspace.path), **payload}, time_limit=TIME_LIMIT,
-        )  # fmt: skip
+            Path(self.lesson).with_name("on_ranks.py"),
+            function,
+            world_size=world_size,
+            payload={"workspace": str(current().workspace.path), **payload},
+            time_limit=TIME_LIMIT,
+        )

@@ -70,13 +70,17 @@ def _register(shell: InteractiveShell) -> None:
 
 
 def chosen_ranks(lines: list[str]) -> list[str]:
-    """`%%ranks[0,2]` as `%%ranks [0,2]`, since a magic's name ends at a blank; the cell below is left as it is."""
+    """Return `%%ranks[0,2]` as `%%ranks [0,2]`, since a magic's name ends at a blank.
+
+    The cell below is left as it is.
+    """
     if lines and lines[0].startswith(_CHOSEN):
         return [lines[0].replace(_CHOSEN, "%%ranks [", 1), *lines[1:]]
     return lines
 
 
 def _greeting(course: Course) -> str:
+    """Return the line under the first cell: the edition, and the folder of the exercises."""
     learns = course.edition == "learner"
     consequence = "says what is wrong, and you go on when you like" if learns else "raises an error"
     try:

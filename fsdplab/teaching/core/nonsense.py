@@ -42,21 +42,29 @@ class NonsenseInNewMemory(TorchDispatchMode):
         if func.namespace == "aten" and name in _EMPTY:
             _spoil(made)
         elif func.namespace == "c10d" and name == "reduce_":
-            tensors, work = args[0], made[1] if isinstance(made, (list, tuple)) else made
+            tensors, root = args[0], args[3]
+            work = made[1] if isinstance(made, (list, tuple)) else made
             work.wait()
-            if dist.get_rank() != args[3]:
+            if dist.get_rank() != root:
                 for tensor in tensors:
                     _spoil(tensor)
         return made
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "meta" and tensor.numel():
-        inexact = tensor.is_floating_point() or tensor.is_complex()
-        tensor.fill_(float("nan") if inexact else tensor.dtype == torch.bool or _NUMBER)
+    """Fill a tensor with NaN, or with True or a number that nobody expects where its dtype has no NaN."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(_NUMBER)
 
 
 def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Resize a storage as torch does, and fill what it gains with nonsense."""
     before = storage.nbytes()
     returned = _resize(storage, nbytes)
     if nbytes > before and storage.device.type != "meta":

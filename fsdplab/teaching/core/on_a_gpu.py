@@ -21,10 +21,10 @@ KEPT = shared_folder("data") / "gpu"
 
 
 def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard", folder: Path = KEPT) -> None:
-    """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line
-    that says so.
+    """Show `draw(record)` of a run that was recorded on GPUs under `strategy`; without one, a line that says so.
 
-    `on_a_gpu(rank_timeline)` in lesson 07. Raises `RecordError` where a record is damaged.
+    Of several runs it is the one with most ranks: `on_a_gpu(rank_timeline)` in lesson 07. Raises `RecordError` where a
+    record is damaged.
     """
     records = [RunRecord.load(path.parent) for path in sorted(folder.glob("records/*/run.json"))]
     if not records:
@@ -41,17 +41,21 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
 
 
 def _none(why: str) -> Note:
+    """Return the note that stands in place of the figure, with the command that would measure it."""
     typed = "data/gpu" if checkout() else str(KEPT)
     then = f"`fsdplab gpu-check --out {typed}` measures it, and this cell then shows the figure."
     return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))
 
 
 def _where(record: RunRecord) -> str:
-    """The provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; emulated: ranks on one gpu."."""
+    """Return the provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; emulated: ranks on one gpu."."""
     environment = record.environment
     gpus = environment.get("gpus") or [{"name": "a GPU"}]
     parts = [f"Measured on {gpus[0]['name']}", f"torch {environment['versions']['torch']}"]
     if environment.get("commit"):
         parts.append(f"commit {environment['commit']}")
+    line = ", ".join(parts)
     emulated = [name.replace("_", " ") for name, word in record.provenance.items() if word == "emulated"]
-    return ", ".join(parts) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."
+    if emulated:
+        line = f"{line}; emulated: {', '.join(emulated)}"
+    return f"{line}."

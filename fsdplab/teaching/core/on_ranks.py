@@ -55,16 +55,17 @@ def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """
     open_course(workspace=payload["workspace"])
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    found = []
+    results = []
     for program in payload["programs"]:
         exercise = exercise_file.Exercise(Path(program["exercise"]))
         observed = Observed(exercise, Path(program["solution"]))
         cases = exercise.module().cases(rank, ranks)
-        found.append([_seen_on_this_rank(name, observed, given, program) for name, *given in cases])
-    return found
+        results.append([_seen_on_this_rank(name, observed, given, program) for name, *given in cases])
+    return results
 
 
 def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program: dict[str, Any]) -> dict[str, Any]:
+    """Run one case of a program on this rank, with nonsense in memory that nobody has filled."""
     with NonsenseInNewMemory():
         seen = _run_case(observed, (given,), {"time_limit": program["time_limit"], "path": program["solution"]})
     return {"case": name, "nothing": observed.nothing, **seen}
@@ -77,44 +78,53 @@ class Observed:
     """
 
     def __init__(self, exercise: exercise_file.Exercise, path: Path) -> None:
-        self._path, self._returned, self._value = str(path), False, None
-        self._watched, self.changed = exercise.pure, set[int]()
+        self._path = str(path)
+        self._returned = False
+        self._value: Any = None
+        self._watches_arguments = exercise.pure
+        self.changed: set[int] = set()
         self._function = self._noted(with_plain_numbers(load_function(path, exercise.function)))
         self._observe = getattr(exercise.module(), "observe", lambda function, *given: function(*given))
 
     @property
     def nothing(self) -> bool:
-        """Whether the function returned None when it was last called."""
+        """Return whether the function returned None when it was last called."""
         return self._returned and self._value is None
 
     def __call__(self, given: list[Any]) -> Any:
-        """What is seen of one call; Unreadable where the exercise cannot read what the function returned."""
+        """Return what is seen of one call; Unreadable where the exercise cannot read what the function returned."""
         self._returned, self.changed = False, set()
         try:
             return self._observe(self._function, *copy.deepcopy(given))
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            inside = any(frame.filename == self._path for frame in frames)
-            told = (frames[-1].line or "").startswith("raise ")  # by a lesson: its message says what is wrong
-            if self._returned and not inside and not told:
+            in_solution = any(frame.filename == self._path for frame in frames)
+            raised_by_lesson = (frames[-1].line or "").startswith("raise ")  # its message says what is wrong
+            if self._returned and not in_solution and not raised_by_lesson:
                 raise Unreadable(f"{type(self._value).__name__}: {type(error).__name__}: {error}") from error
             raise
 
     def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its value and the arguments that it changes noted here."""
+
         @functools.wraps(function)
         def called(*arguments: Any, **named: Any) -> Any:
-            self._returned, before = False, copy.deepcopy(arguments) if self._watched else ()
+            self._returned = False
+            before: tuple[Any, ...] = ()
+            if self._watches_arguments:
+                before = copy.deepcopy(arguments)
             self._value = function(*arguments, **named)
             self._returned = True
-            pairs = enumerate(zip(before, arguments))
-            self.changed |= {at for at, (old, new) in pairs if isinstance(new, _KEPT) and first_difference(old, new)}
+            for place, (old, new) in enumerate(zip(before, arguments)):
+                if isinstance(new, _KEPT) and first_difference(old, new):
+                    self.changed.add(place)
             return self._value
 
         return called
 
 
 def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with numpy's numbers in what it returns as Python's own, before a driver reads them."""
+    """Return the function with numpy's numbers in what it returns as Python's own, before a driver reads them."""
 
     @functools.wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
@@ -124,6 +134,7 @@ def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dict[str, Any]) -> dict[str, Any]:
+    """Call a function between two barriers; return its value, what it printed, and its messages."""
     printed = io.StringIO()
     dist.barrier()  # a common start: a slow machine's start-up is not counted
     with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):
@@ -160,15 +171,23 @@ def _give_up(seconds: float, path: str) -> None:
 
 
 def waited(seconds: float, path: str, frame: types.FrameType | None) -> str:
-    """`"no return after 8 s; it stood in 01.ring.py, line 9: dist.recv(...)"`; nothing where no frame is the file's."""
-    stack = traceback.extract_stack(frame)
-    own = [f"{Path(path).name}, line {each.lineno}: {each.line}" for each in stack if each.filename == path]
-    return f"no return after {seconds:g} s; it stood in {own[-1]}" if own else ""
+    """Return where a function stands that has not returned; nothing where no frame is the file's.
+
+    `"no return after 8 s; it stood in 01.ring.py, line 9: dist.recv(...)"`.
+    """
+    stood = ""
+    for entry in traceback.extract_stack(frame):
+        if entry.filename == path:
+            stood = f"{Path(path).name}, line {entry.lineno}: {entry.line}"
+    if not stood:
+        return ""
+    return f"no return after {seconds:g} s; it stood in {stood}"
 
 
 def portable(value: Any) -> Any:
-    """The value in a form that can be sent: tensors without views, numpy's numbers as Python's own, unknown objects by
-    their type's name.
+    """Return the value in a form that can be sent.
+
+    Tensors become copies without views, numpy's numbers Python's own, and an unknown object its type's name.
     """
     value = plain(value)
     if isinstance(value, torch.Tensor):
@@ -177,8 +196,9 @@ def portable(value: Any) -> Any:
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [portable(item) for item in value]
-    known = value is None or isinstance(value, (bool, int, float, str))
-    return value if known else f"<{type(value).__name__}>"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return f"<{type(value).__name__}>"
 
 
 def run_cell(payload: dict[str, Any]) -> None:
@@ -194,8 +214,10 @@ def run_cell(payload: dict[str, Any]) -> None:
 
 
 def import_latest(workspace: str) -> None:
-    """Before each cell on ranks that stay: let it import what the learner has saved by now."""
+    """Let the next cell on ranks that stay import what the learner has saved by now."""
     Workspace(Path(workspace)).make_importable()
-    for name in [name for name in sys.modules if name.partition(".")[0] == Path(workspace).name]:
-        del sys.modules[name]
+    package = Path(workspace).name
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            del sys.modules[name]
     importlib.invalidate_caches()

@@ -51,8 +51,9 @@ class Prediction:
         self.locked = self.measured is not None
 
     def set(self, value: float | str | None) -> None:
-        """The learner's own number, stored at once, or None; QuantityError where it is none, PredictionLocked once the
-        run has started.
+        """Store the learner's own number at once, or None.
+
+        QuantityError where it is no number, PredictionLocked once the run has started.
         """
         if self.locked:
             raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
@@ -65,7 +66,7 @@ class Prediction:
             self._changed()
 
     def lock(self) -> None:
-        """The run starts: the number stays as it is."""
+        """Lock the number as the run starts: it stays as it is."""
         self.locked = True
         self._changed()
 
@@ -86,33 +87,36 @@ class Prediction:
 
     @property
     def written(self) -> str:
-        """What the field shows: the number that counts, or nothing."""
+        """Return what the field shows: the number that counts, or nothing."""
         return "" if self.value is None else f"{self.value:g}"
 
     @property
     def standing(self) -> Note:
-        """The state in one line that stays in the saved notebook."""
+        """Return the state in one line that stays in the saved notebook."""
         if self.value is None:
             state = "none was made" if self.locked else "write your own number, then run the next cell"
             return Note((f"Prediction {self.name}: {state}",))
         state = "locked" if self.locked else "your own number; now run the next cell"
-        scored = "" if self.measured is None else f", {self.origin} {shown(self.measured, self.unit)}"
-        return Note((f"Prediction {self.name}: {shown(self.value, self.unit)} ({state}{scored})",))
+        if self.measured is not None:
+            state = f"{state}, {self.origin} {shown(self.measured, self.unit)}"
+        return Note((f"Prediction {self.name}: {shown(self.value, self.unit)} ({state})",))
 
     def _changed(self) -> None:
+        """Call the watchers."""
         for watcher in self.watchers:
             watcher()
 
     def _store(self) -> None:
-        kept = self._workspace.read(FILE)
-        kept[self.name] = {
+        """Write the prediction to the learner's folder."""
+        stored = self._workspace.read(FILE)
+        stored[self.name] = {
             "unit": self.unit,
             "predicted": self.value,
             "measured": self.measured,
             "origin": self.origin,
             "by_learner": self.value is not None,
         }
-        self._workspace.write(FILE, kept)
+        self._workspace.write(FILE, stored)
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,16 +134,18 @@ class Score:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; infinite where the measurement is 0, NaN where nothing was predicted."""
+        """Return predicted over measured; infinite where the measurement is 0, NaN where nothing was predicted."""
         if self.predicted is None:
             return math.nan
         if self.predicted == self.measured:
             return 1.0
-        return self.predicted / self.measured if self.measured else math.inf
+        if not self.measured:
+            return math.inf
+        return self.predicted / self.measured
 
     @property
     def reached(self) -> str:
-        """`measured 240 MB`."""
+        """Return the right number as text: `measured 240 MB`."""
         return f"{self.origin} {shown(self.measured, self.unit)}"
 
     def __str__(self) -> str:
@@ -156,7 +162,7 @@ class Score:
 
 
 def compared(ratio: float) -> str:
-    """A ratio as text: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
+    """Return a ratio as text: `compared(1.25) == "1.25 times the measurement (25 % high)"`."""
     if abs(ratio - 1) < 0.01:
         return "right within 1 %"
     if not math.isfinite(ratio):
@@ -165,7 +171,8 @@ def compared(ratio: float) -> str:
         return "the measurement has the other sign"
     if not 0.5 <= ratio <= 2:
         return f"{ratio:.3g} times the measurement"
-    return f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {'high' if ratio > 1 else 'low'})"
+    direction = "high" if ratio > 1 else "low"
+    return f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {direction})"
 
 
 @dataclass(frozen=True)
@@ -178,18 +185,20 @@ class Calibration:
 
     @property
     def bias(self) -> float:
-        """Geometric mean of predicted over measured: above 1 is guessing high."""
-        ratios = [score.ratio for score in self.scores if 0 < score.ratio < math.inf]
-        return math.exp(fmean(map(math.log, ratios))) if ratios else math.nan
+        """Return the geometric mean of predicted over measured: above 1 is guessing high."""
+        logarithms = [math.log(score.ratio) for score in self.scores if 0 < score.ratio < math.inf]
+        if not logarithms:
+            return math.nan
+        return math.exp(fmean(logarithms))
 
     @property
     def within_two(self) -> int:
-        """How many predictions were at least half and at most twice the measurement."""
+        """Return how many predictions were at least half and at most twice the measurement."""
         return sum(0.5 <= score.ratio <= 2 for score in self.scores)
 
 
 def calibration_of(workspace: Workspace) -> Calibration:
-    """Every scored prediction that the learner made, by name."""
+    """Return every scored prediction that the learner made, by name."""
     scores = []
     for name, row in sorted(workspace.read(FILE).items()):
         if row["by_learner"] and row["measured"] is not None:
@@ -218,7 +227,7 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
 
 
 def _lock_when_scored() -> None:
-    """Before a cell that uses a prediction runs, lock that prediction; without IPython its score does."""
+    """Lock a prediction before a cell that uses it runs; without IPython its score does."""
     shell = running_shell()
     if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
         shell.events.register("pre_run_cell", lock_scored)
@@ -233,21 +242,24 @@ def lock_scored(cell: Any) -> None:
 
 
 def names_used(source: str) -> set[str]:
-    """The names that a source reads, but for those of which it reads `.value` only: `{"peak"}` of `peak.score(3)`.
+    """Return the names that a source reads: `{"peak"}` of `peak.score(3)`.
 
-    Nothing where the source is not Python: it will not run.
+    A name of which it reads `.value` only is left out. Nothing where the source is not Python: it will not run.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return set()
-    looked_at = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "value"}
-    read = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return {node.id for node in read if id(node) not in looked_at}
+    only_valued = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "value"}
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in only_valued:
+            names.add(node.id)
+    return names
 
 
 def number_field(prediction: Prediction) -> ipywidgets.HBox:
-    """The field, its unit and what is wrong with it; a number goes to the prediction at once.
+    """Return the field, its unit and what is wrong with it; a number goes to the prediction at once.
 
     The number is sent when the field is left, or on Enter: of the letters of a number that is being typed, a busy
     kernel would get the first one before the cell that locks it, and the others after.
@@ -255,9 +267,12 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value=prediction.written, placeholder="your number", continuous_update=False,
-        disabled=prediction.locked, layout={"width": "9em", "flex": "0 0 auto"},
-    )  # fmt: skip
+        value=prediction.written,
+        placeholder="your number",
+        continuous_update=False,
+        disabled=prediction.locked,
+        layout={"width": "9em", "flex": "0 0 auto"},
+    )
     complaint = ipywidgets.HTML()
 
     def take(change: Any) -> None:
@@ -268,7 +283,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         show()
 
     def show() -> None:
-        """Once the prediction is locked the field takes no number, and shows the one that counts."""
+        """Show the number that counts, and take no other, once the prediction is locked."""
         entry.disabled = prediction.locked
         if prediction.locked:
             entry.value = prediction.written
@@ -280,7 +295,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
 
 
 def _refusal(prediction: Prediction, typed: str) -> str:
-    """Hand what was typed to the prediction; why it was refused, or nothing. A text that is no number predicts none."""
+    """Hand what was typed to the prediction; return why it was refused, or nothing. A blank text predicts nothing."""
     try:
         prediction.set(typed if typed.strip() else None)
     except PredictionLocked as error:
@@ -297,10 +312,12 @@ def calibration() -> None:
 
 
 def calibration_table(found: Calibration) -> Table | Note:
-    """The calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
-    rows = [[s.name, shown(s.predicted or 0.0, s.unit), s.reached, f"{s.ratio:.2f}"] for s in found.scores]
-    if not rows:
+    """Return the calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
+    if not found.scores:
         return Note(("No prediction of your own yet: write a number into a field, then run the next cell.",))
+    rows = []
+    for score in found.scores:
+        rows.append([score.name, shown(score.predicted or 0.0, score.unit), score.reached, f"{score.ratio:.2f}"])
     caption = (
         f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the right number."
     )

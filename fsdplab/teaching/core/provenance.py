@@ -39,14 +39,17 @@ def what_was_real(*records: HasProvenance, **others: str) -> None:
 
 
 def origins(records: Iterable[HasProvenance], others: dict[str, str]) -> list[tuple[str, str]]:
-    """(origin, quantities) rows in the order measured, computed, emulated, simulated; an unknown origin is a
-    ValueError.
+    """Return (origin, quantities) rows in the order measured, computed, emulated, simulated.
+
+    An unknown origin is a ValueError.
     """
-    found: dict[str, dict[str, None]] = {origin: {} for origin in _ORIGINS}
+    quantities: dict[str, list[str]] = {origin: [] for origin in _ORIGINS}
     for source in (*(record.provenance for record in records), others):
         for quantity, origin in source.items():
-            if origin not in found:
+            if origin not in quantities:
                 raise ValueError(f"{quantity} is {origin!r}; expected one of: {', '.join(_ORIGINS)}")
-            shown_as = "computed" if quantity in _COMPUTED else origin
-            found[shown_as][_WORDS.get(quantity, quantity.replace("_", " "))] = None
-    return [(origin, ", ".join(names) or "nothing") for origin, names in found.items()]
+            names = quantities["computed" if quantity in _COMPUTED else origin]
+            name = _WORDS.get(quantity, quantity.replace("_", " "))
+            if name not in names:
+                names.append(name)
+    return [(origin, ", ".join(names) or "nothing") for origin, names in quantities.items()]

@@ -15,17 +15,33 @@ import numpy as np
 
 _SCALES = {
     "bytes": {
-        "bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8,
-        "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-        "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+        "bit": 1 / 8,
+        "kbit": 1e3 / 8,
+        "Mbit": 1e6 / 8,
+        "Gbit": 1e9 / 8,
+        "B": 1.0,
+        "kB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "KiB": 2.0**10,
+        "MiB": 2.0**20,
+        "GiB": 2.0**30,
+        "TiB": 2.0**40,
     },
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
     "bytes a second": {
-        "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
-        "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8,
+        "B/s": 1.0,
+        "kB/s": 1e3,
+        "MB/s": 1e6,
+        "GB/s": 1e9,
+        "MiB/s": 2.0**20,
+        "GiB/s": 2.0**30,
+        "Mbit/s": 1e6 / 8,
+        "Gbit/s": 1e9 / 8,
     },
     "a plain number": {"": 1.0, "x": 1.0, "%": 0.01},
-}  # fmt: skip
+}
 # a comma stands between thousands only: "3,5" may mean 3.5 to its writer, and must not become 35
 _WRITTEN = re.compile(
     r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s,]*)\s*\Z"
@@ -33,9 +49,18 @@ _WRITTEN = re.compile(
 
 
 _SPELT = {
-    "bytes": "B", "byte": "B", "kilobytes": "kB", "megabytes": "MB", "gigabytes": "GB", "bits": "bit",
-    "seconds": "s", "second": "s", "milliseconds": "ms", "times": "x", "percent": "%",
-}  # fmt: skip
+    "bytes": "B",
+    "byte": "B",
+    "kilobytes": "kB",
+    "megabytes": "MB",
+    "gigabytes": "GB",
+    "bits": "bit",
+    "seconds": "s",
+    "second": "s",
+    "milliseconds": "ms",
+    "times": "x",
+    "percent": "%",
+}
 _OF_EACH = re.compile(r"\s*(/|\b(a|an|per|each)\b)\s*(parameter|rank|step|block|GPU|card)s?\s*\Z")
 _ABOUT = re.compile(r"\A\s*(about|roughly|approximately|~|≈)\s*")
 
@@ -45,7 +70,7 @@ class QuantityError(ValueError):
 
 
 def kind_of(unit: str) -> str:
-    """The kind of quantity of a unit: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
+    """Return the kind of quantity of a unit: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
     for kind, scales in _SCALES.items():
         if unit in scales:
             return kind
@@ -54,12 +79,15 @@ def kind_of(unit: str) -> str:
 
 
 def scale_of(unit: str) -> float:
-    """How many base units (bytes, seconds, bytes a second, 1) one `unit` is: `scale_of("MB") == 1e6`."""
+    """Return how many base units (bytes, seconds, bytes a second, 1) one `unit` is: `scale_of("MB") == 1e6`."""
     return _SCALES[kind_of(unit)][unit]
 
 
 def quantity(value: float | str, unit: str) -> float:
-    """The value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`; QuantityError otherwise."""
+    """Return the value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`.
+
+    QuantityError for what is no number, and for a unit of another kind.
+    """
     if isinstance(value, str):
         return _written(value, unit)
     number = single_number(value)
@@ -69,18 +97,22 @@ def quantity(value: float | str, unit: str) -> float:
 
 
 def single_number(value: Any) -> Any:
-    """A numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
-    if isinstance(value, np.generic) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
+    """Return a numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
+    if not hasattr(value, "item"):
+        return value
+    is_number = isinstance(value, np.generic)
+    is_array_of_one = getattr(value, "size", None) == 1
+    is_tensor_of_one = hasattr(value, "numel") and value.numel() == 1
+    if is_number or is_array_of_one or is_tensor_of_one:
         return value.item()
-    is_one = hasattr(value, "numel") and hasattr(value, "item") and value.numel() == 1
-    return value.item() if is_one else value
+    return value
 
 
 def plain(value: Any) -> Any:
-    """The value with numpy's numbers as Python's own and fractions as floats, also in lists, tuples, sets and dicts.
+    """Return the value with numpy's numbers as Python's own and fractions as floats.
 
-    `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's settings may come from numpy, and a rank can only send
-    plain values back. Tensors and arrays stay as they are.
+    This holds in lists, tuples, sets and dicts too: `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's
+    settings may come from numpy, and a rank can only send plain values back. Tensors and arrays stay as they are.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -94,13 +126,16 @@ def plain(value: Any) -> Any:
 
 
 def _written(text: str, unit: str) -> float:
+    """Return the number that a text gives, in `unit`."""
     match = _WRITTEN.match(_ABOUT.sub("", _OF_EACH.sub("", text)))
     if not match:
+        example = f"12 {unit}".strip()
         point = ", with a decimal point" if "," in text else ""
-        raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')
+        raise QuantityError(f'expected a number and a unit such as "{example}"{point}, got {text!r}')
     number = float(match[1].replace(",", "").replace("_", ""))
     given = _SPELT.get(match[2], match[2]) or unit
-    if not unit and given.replace("_", "").isalpha() and not any(given in scales for scales in _SCALES.values()):
+    is_known = any(given in scales for scales in _SCALES.values())
+    if not unit and given.replace("_", "").isalpha() and not is_known:
         given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")
@@ -108,5 +143,5 @@ def _written(text: str, unit: str) -> float:
 
 
 def shown(value: float, unit: str) -> str:
-    """A short text with four digits: `shown(36.0004, "MB") == "36 MB"`."""
+    """Return a short text with four digits: `shown(36.0004, "MB") == "36 MB"`."""
     return f"{value:.4g} {unit}".strip()

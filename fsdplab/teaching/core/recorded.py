@@ -7,7 +7,10 @@ from fsdplab.records import RecordError, RunRecord
 
 
 def recorded(name: str) -> RunRecord:
-    """A run of `data/`: `recorded("lesson-07/early")`; RecordError says what to do where it is missing."""
+    """Load a run of `data/`: `recorded("lesson-07/early")`.
+
+    RecordError says what to do where it is missing.
+    """
     folder = shared_folder("data") / name
     if not folder.exists():
         raise RecordError(f"the recorded run {name} is not in {folder}; install fsdplab again, from a wheel or a clone")

@@ -27,39 +27,47 @@ def register(*things: Item | Path | str) -> None:
     taken, and for a file that lacks something.
     """
     for thing in things:
-        if isinstance(thing, (str, Path)):
-            place = Path(thing).resolve()
-            found = list(items_in(place))
-            if lacking := [line for item in found if isinstance(item, Exercise) for line in item.complaints()]:
-                raise ExerciseError("\n".join(lacking))
-            _add(place, found)
-        else:
+        if not isinstance(thing, (str, Path)):
             _add(thing, [thing])
+            continue
+        folder = Path(thing).resolve()
+        items = list(items_in(folder))
+        complaints = []
+        for item in items:
+            if isinstance(item, Exercise):
+                complaints += item.complaints()
+        if complaints:
+            raise ExerciseError("\n".join(complaints))
+        _add(folder, items)
 
 
 def register_beside(notebooks: Path) -> None:
     """Register each folder `exercises/78` beside some notebooks, in place of one beside other notebooks."""
     for folder in sorted((notebooks / "exercises").glob("[0-9][0-9]")):
-        for id, (place, _) in list(_registered.items()):
-            if id.startswith(f"{folder.name}.") and isinstance(place, Path) and place.parent != _EXERCISES:
+        for id, (source, _) in list(_registered.items()):
+            is_teachers_folder = isinstance(source, Path) and source.parent != _EXERCISES
+            if id.startswith(f"{folder.name}.") and is_teachers_folder:
                 del _registered[id]
         register(folder)
 
 
 def _add(source: object, items: list[Item]) -> None:
+    """Register items in place of all that the source had registered before."""
     if not items:
         raise ValueError(f"{source} holds no exercise (name.py) and no questions.md; its name is a notebook's number")
     for item in items:
         items_of(item.id[:2])  # the package's own come first, if this is one of its notebooks
         if item.id in _registered and _registered[item.id][0] != source:
             raise ValueError(f"{item.id} is registered already; give the exercise of {source} an id of its own")
-    for gone in [id for id, (place, _) in _registered.items() if place == source]:
-        del _registered[gone]
-    _registered.update((item.id, (source, item)) for item in items)
+    for id, (earlier_source, _) in list(_registered.items()):
+        if earlier_source == source:
+            del _registered[id]
+    for item in items:
+        _registered[item.id] = (source, item)
 
 
 def items_in(folder: Path) -> Iterator[Item]:
-    """The exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
+    """Yield the exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
     for path in sorted(folder.glob("*.py")):
         yield Exercise(path)
     questions = folder / "questions.md"
@@ -68,10 +76,12 @@ def items_in(folder: Path) -> Iterator[Item]:
 
 
 def items_of(notebook: str) -> tuple[Item, ...]:
-    """All items of a notebook, `items_of("01")`; empty where the course has none."""
-    place = _EXERCISES / notebook
-    if place.is_dir() and not any(source == place for source, _ in _registered.values()):
-        _registered.update((item.id, (place, item)) for item in items_in(place))
+    """Return all items of a notebook, `items_of("01")`; empty where the course has none."""
+    folder = _EXERCISES / notebook
+    sources = [source for source, _ in _registered.values()]
+    if folder.is_dir() and folder not in sources:
+        for item in items_in(folder):
+            _registered[item.id] = (folder, item)
     return tuple(item for _, item in _registered.values() if item.id.startswith(f"{notebook}."))
 
 
@@ -80,7 +90,8 @@ def find(exercise: str) -> Item: ...
 @overload
 def find(exercise: str, kind: type[Kind]) -> Kind: ...
 def find(exercise: str, kind: type | None = None) -> Item:
-    """The item of an id; KeyError's message lists the near ones.
+    """Return the item of an id; LookupError's message lists the near ones.
+
     With `kind`, an item of another kind is an error too.
     """
     known = {item.id: item for item in items_of(checked_id(exercise)[:2])}

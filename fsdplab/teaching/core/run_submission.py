@@ -39,46 +39,60 @@ class Behaviour:
 
 
 def behaviours(solutions: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Behaviour]:
-    """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones here; RanksFailed when
-    one raises or hangs.
+    """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones in this process.
+
+    Raises RanksFailed when one raises or hangs.
     """
-    sent = [(exercise, path) for exercise, path in solutions if not exercise.pure]
-    on_ranks = iter(_seen_on_ranks(sent, workspace) if sent else ())
-    return [_seen_here(exercise, path) if exercise.pure else next(on_ranks) for exercise, path in solutions]
+    for_ranks = [(exercise, path) for exercise, path in solutions if not exercise.pure]
+    seen_on_ranks: list[Behaviour] = []
+    if for_ranks:
+        seen_on_ranks = _seen_on_ranks(for_ranks, workspace)
+    results = []
+    for exercise, path in solutions:
+        if exercise.pure:
+            results.append(_seen_here(exercise, path))
+        else:
+            results.append(seen_on_ranks.pop(0))
+    return results
 
 
 def _seen_on_ranks(solutions: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Behaviour]:
+    """Run solutions on fresh ranks, one after the other, and return what was seen of each."""
     world_size = solutions[0][0].world_size
-    programs = [
-        {"exercise": str(exercise.path), "solution": str(path), "time_limit": exercise.time_limit}
-        for exercise, path in solutions
-    ]
+    programs = []
+    limit = START_LIMIT
+    for exercise, path in solutions:
+        programs.append({"exercise": str(exercise.path), "solution": str(path), "time_limit": exercise.time_limit})
+        limit += exercise.time_limit * _MOST_CASES
     payload = {"workspace": str(workspace.path), "programs": programs}
-    limit = START_LIMIT + sum(exercise.time_limit * _MOST_CASES for exercise, _ in solutions)
     by_rank = call_on_ranks(ON_RANKS, "call_exercises", world_size=world_size, payload=payload, time_limit=limit)
-    return [
-        _behaviour([results[index] for results in by_rank], path.read_text(encoding="utf-8"))
-        for index, (_, path) in enumerate(solutions)
-    ]
+    results = []
+    for index, (_, path) in enumerate(solutions):
+        cases_by_rank = [programs_of_rank[index] for programs_of_rank in by_rank]
+        results.append(_behaviour(cases_by_rank, path.read_text(encoding="utf-8")))
+    return results
 
 
 def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> Behaviour:
-    """`[rank][case]` dicts as one record."""
-    trials = [tuple(map(_trial, range(len(by_rank)), at_case)) for at_case in zip(*by_rank, strict=True)]
+    """Return dicts of `[rank][case]` as one record, whose trials are `[case][rank]`."""
+    trials = []
+    for seen_by_ranks in zip(*by_rank, strict=True):  # of one case
+        trials.append(tuple(_trial(rank, seen) for rank, seen in enumerate(seen_by_ranks)))
     return Behaviour(tuple(seen["case"] for seen in by_rank[0]), tuple(trials), source)
 
 
 def _trial(rank: int, seen: Mapping[str, Any]) -> Trial:
+    """Make a record of what a rank saw in one case."""
     calls = tuple(Call(*call) for call in seen["calls"])
     return Trial(rank, seen["returned"], seen["printed"], calls, seen["nothing"], tuple(seen.get("changed", ())))
 
 
 def _seen_here(exercise: Exercise, path: Path) -> Behaviour:
-    """What a pure function does in every case, called in this process; RanksFailed where it raises or does not end."""
+    """Call a pure function in this process on every case; RanksFailed where it raises or does not end."""
     try:
         with _ended_after(exercise.time_limit, path):
-            observed, ranks = Observed(exercise, path), range(exercise.world_size)
-            seen = [_cases_here(exercise, observed, rank) for rank in ranks]
+            observed = Observed(exercise, path)
+            seen = [_cases_here(exercise, observed, rank) for rank in range(exercise.world_size)]
     except Exception as error:  # whatever the learner's function raises is the feedback
         message = f"{type(error).__name__}: {error}"
         raise RanksFailed(Failure("raised", message, traceback=traceback.format_exc())) from None
@@ -86,17 +100,17 @@ def _seen_here(exercise: Exercise, path: Path) -> Behaviour:
 
 
 def _cases_here(exercise: Exercise, observed: Observed, rank: int) -> list[dict[str, Any]]:
+    """Call a pure function on every case with one rank's arguments."""
     seen = []
     for name, *given in exercise.module().cases(rank, exercise.world_size):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             returned = portable(observed(given))
-        printed_text = printed.getvalue()
         seen.append(
             {
                 "case": name,
                 "returned": returned,
-                "printed": printed_text,
+                "printed": printed.getvalue(),
                 "calls": (),
                 "nothing": observed.nothing,
                 "changed": observed.changed,

@@ -24,7 +24,7 @@ from .collectives_log import collectives
 
 
 def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
-    """Why these choices cannot be run, or nothing."""
+    """Return why these choices cannot be run, or nothing."""
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
     unsupported = [str(name) for name in choices if name not in names]
@@ -46,15 +46,21 @@ class Training:
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        device, self.rank, self.ranks, self.spec = torch.device("cpu"), dist.get_rank(), dist.get_world_size(), spec
+        self.spec = spec
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         heartbeat = SimpleNamespace(enter=lambda *_: None)
         # Any: the part of a RankContext that a setup and a network read; this heartbeat is not read
-        context: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
-        self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
+        context: Any = SimpleNamespace(
+            device=torch.device("cpu"), rank=self.rank, world_size=self.ranks, heartbeat=heartbeat
+        )
+        self._tags = TagLog()
+        self._text = ByteText.from_standard_library()
+        self._done = 0  # steps
         self._setup = build(spec, context)
         EmulatedNetwork(spec, context).begin(self._setup)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
+        """Train one step on this rank's batch; return its collectives."""
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
         with collectives() as seen:
@@ -63,7 +69,7 @@ class Training:
         return seen
 
     def measured(self) -> MemoryTimeline:
-        """The memory of the second step, as a run's record has it.
+        """Return the memory of the second step, as a run's record has it.
 
         The first makes the optimizer's state and tells the engine the order of its units; a few tokens do that in a
         third of the time.
@@ -83,32 +89,37 @@ class Training:
         return recorder.timeline
 
     def most_of_ranks(self, value: int) -> int:
-        """The largest of the ranks' values: what they decide by it, they decide alike."""
+        """Return the largest of the ranks' values: what they decide by it, they decide alike."""
         most = torch.tensor(value)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
     def clocked(self, steps: int) -> tuple[float, float]:
-        """(seconds a step on the link, hidden part of a typical all-gather's transfer), the second agreed by all ranks.
+        """Train `steps` steps and return the seconds a step on the link, and the hidden part of a typical all-gather.
 
-        Typical is the median of all gathers of the `steps`: on a busy machine some wait long for a rank that is not
-        running, so it takes a few steps. The clock of the link takes one.
+        The part is agreed by all ranks. Typical is the median of all gathers of the `steps`: on a busy machine some
+        wait long for a rank that is not running, so it takes a few steps. The clock of the link takes one.
         """
         trained = [self._step() for _ in range(steps)]
         on_the_link = statistics.median(map(transfer_ns, trained)) / 1e9
-        gathers = [hidden_part(each) for step in trained for each in step if each.kind == "all_gather"]
-        typical = torch.tensor(statistics.median(gathers) if gathers else 1.0, dtype=torch.float64)
+        hidden_parts = []
+        for step in trained:
+            for collective in step:
+                if collective.kind == "all_gather":
+                    hidden_parts.append(hidden_part(collective))
+        typical = torch.tensor(statistics.median(hidden_parts) if hidden_parts else 1.0, dtype=torch.float64)
         dist.all_reduce(typical)
         return on_the_link, typical.item() / self.ranks
 
 
 def transfer_ns(collectives: Sequence[events.Collective]) -> int:
-    """The time of these on the link: 5 and 4 ns are 9."""
-    return sum(each.end_ns - each.start_ns for each in collectives)
+    """Return the time of these on the link, in ns: 5 and 4 ns are 9."""
+    return sum(collective.end_ns - collective.start_ns for collective in collectives)
 
 
 def hidden_part(collective: events.Collective) -> float:
-    """The part of its transfer for which the host was not blocked: 10 ns of which it waited 4 are 0.6; waiting for a
-    peer comes on top, so at least 0.
+    """Return the part of its transfer for which the host was not blocked: 10 ns of which it waited 4 are 0.6.
+
+    Waiting for a peer comes on top, so the part is at least 0.
     """
     return max(0.0, 1 - (collective.waited_ns or 0) / transfer_ns([collective]))

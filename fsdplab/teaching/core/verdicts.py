@@ -50,12 +50,18 @@ class Feedback:
     untouched: bool = False
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(label, text) pairs in reading order, leaving out what does not apply."""
-        index = None if self.index is None else str(list(self.index))
-        rank = None if self.rank is None else str(self.rank)
-        pairs = [("rank", rank), ("step", self.step), ("what", self.tensor), ("first differing index", index)]
-        pairs += [("expected", self.expected), ("got", self.got), ("likely cause", self.cause)]
-        return ((label, text) for label, text in pairs if text)
+        """Yield (label, text) pairs in reading order, leaving out what does not apply."""
+        if self.rank is not None:
+            yield "rank", str(self.rank)
+        if self.step:
+            yield "step", self.step
+        if self.tensor:
+            yield "what", self.tensor
+        if self.index is not None:
+            yield "first differing index", str(list(self.index))
+        for label, text in (("expected", self.expected), ("got", self.got), ("likely cause", self.cause)):
+            if text:
+                yield label, text
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,57 +79,71 @@ class Verdict:
 
     @property
     def _look(self) -> tuple[str, str]:
-        state = "passed" if self.feedback is None else "untouched" if self.feedback.untouched else "failed"
-        return _LOOKS[state]
+        """Return the colour and the word of the outcome."""
+        if self.feedback is None:
+            return _LOOKS["passed"]
+        if self.feedback.untouched:
+            return _LOOKS["untouched"]
+        return _LOOKS["failed"]
 
     def __str__(self) -> str:
         if self.feedback is None:
             return f"{self.exercise}: passed. {self.note}".strip()
-        width = max((len(label) for label, _ in self.feedback.rows()), default=0)
-        rows = [f"  {label:<{width}}  {_hanging(text, width + 4)}" for label, text in self.feedback.rows()]
-        return "\n".join(
-            [f"{self.exercise}: {self._look[1]}. {self.feedback.headline}", *rows, *self.hints, self.note]
-        ).rstrip()
+        rows = list(self.feedback.rows())
+        width = max((len(label) for label, _ in rows), default=0)
+        lines = [f"{self.exercise}: {self._look[1]}. {self.feedback.headline}"]
+        for label, text in rows:
+            lines.append(f"  {label:<{width}}  {_hanging(text, width + 4)}")
+        lines += [*self.hints, self.note]
+        return "\n".join(lines).rstrip()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         colour, word = self._look
-        headline = self.note if self.feedback is None else self.feedback.headline
+        headline = self.note
+        if self.feedback is not None:
+            headline = self.feedback.headline
         parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
         if self.feedback is not None:
             parts.append(_html_rows(self.feedback))
-            parts += [
-                f"<div style='margin-top:4px'>{with_code(line)}</div>" for line in (*self.hints, self.note) if line
-            ]
+            for line in filter(None, (*self.hints, self.note)):
+                parts.append(f"<div style='margin-top:4px'>{with_code(line)}</div>")
         return f"<div style='border-left:4px solid {colour};padding:4px 12px'>{''.join(parts)}</div>"
 
 
 def _hanging(text: str, indent: int) -> str:
+    """Return a text whose further lines begin below its first."""
     return text.replace("\n", "\n" + " " * indent)
 
 
 def with_code(text: str) -> str:
-    """Text as HTML, with what stands between backticks as code: ``with_code("`a<b`") == "<code>a&lt;b</code>"``."""
+    """Return text as HTML, with what stands between backticks as code.
+
+    ``with_code("`a<b`") == "<code>a&lt;b</code>"``.
+    """
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _html_rows(feedback: Feedback) -> str:
+    """Return a table of the feedback's rows; nothing where it has none."""
     cell = "style='text-align:left;vertical-align:top;padding:1px 12px 1px 0'"
-    rows = [
-        f"<tr><td {cell}><i>{label}</i></td><td {cell}><span"
-        f" style='white-space:pre-wrap'>{with_code(text)}</span></td></tr>"
-        for label, text in feedback.rows()
-    ]
-    return f"<table>{''.join(rows)}</table>" if rows else ""
+    rows = []
+    for label, text in feedback.rows():
+        value = f"<span style='white-space:pre-wrap'>{with_code(text)}</span>"
+        rows.append(f"<tr><td {cell}><i>{label}</i></td><td {cell}>{value}</td></tr>")
+    if not rows:
+        return ""
+    return f"<table>{''.join(rows)}</table>"
 
 
 def first_difference(
     expected: Any, got: Any, tolerance: float = 0.0, name: str = "the returned value"
 ) -> Difference | None:
-    """The first difference between two values (tensors, numbers, texts, and lists, tuples, dicts of them), or None.
+    """Return the first difference between two values, or None.
 
-    Numbers and floating tensors may differ by `tolerance`, relative to the largest expected magnitude:
+    The values are tensors, numbers, texts, and lists, tuples and dicts of them. Numbers and floating tensors may differ
+    by `tolerance`, relative to the largest expected magnitude:
     `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
     """
     got = plain(got)
@@ -134,24 +154,43 @@ def first_difference(
     if isinstance(expected, (list, tuple)):
         return _sequence_difference(expected, got, tolerance, name)
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
-        got = got.item() if _is_tensor(got) and got.numel() == 1 else got
-        both_nan = expected != expected and got != got
-        same = isinstance(got, (int, float)) and (both_nan or abs(got - expected) <= tolerance * abs(expected))
-        return None if same else Difference(name, "value", repr(expected), repr(got))
+        return _number_difference(expected, got, tolerance, name)
     if type(expected) is not type(got):
-        return Difference(name, "type", _described(expected), _described(got))
-    return None if expected == got else Difference(name, "value", repr(expected), repr(got))
+        return _type_difference(expected, got, name)
+    if expected == got:
+        return None
+    return Difference(name, "value", repr(expected), repr(got))
+
+
+def _type_difference(expected: Any, got: Any, name: str) -> Difference:
+    """Return a difference of kind, in words."""
+    return Difference(name, "type", _described(expected), _described(got))
+
+
+def _number_difference(expected: float, got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a number differs; a tensor of one element is a number too, and NaN equals NaN."""
+    if _is_tensor(got) and got.numel() == 1:
+        got = got.item()
+    both_nan = expected != expected and got != got
+    is_number = isinstance(got, (int, float))
+    if is_number and (both_nan or abs(got - expected) <= tolerance * abs(expected)):
+        return None
+    return Difference(name, "value", repr(expected), repr(got))
 
 
 def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    """Without importing torch, which takes two seconds: before anything else has, no value is a tensor."""
+    """Return whether a value is a tensor, without importing torch, which takes two seconds.
+
+    As long as nothing else has imported it, no value is a tensor.
+    """
     loaded = sys.modules.get("torch")
     return loaded is not None and isinstance(value, loaded.Tensor)
 
 
 def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a tensor differs: its shape, its dtype, or the first element that does."""
     if not _is_tensor(got):
-        return Difference(name, "type", _described(expected), _described(got))
+        return _type_difference(expected, got, name)
     for problem in ("shape", "dtype"):
         want, have = getattr(expected, problem), getattr(got, problem)
         if want != have:
@@ -164,41 +203,56 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
 
 
 def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Where two tensors of one shape and dtype differ by more than the tolerance; NaN equals NaN."""
+    """Return where two tensors of one shape and dtype differ by more than the tolerance; NaN equals NaN."""
     both_nan = (expected != expected) & (got != got)
     if not expected.is_floating_point() or not tolerance:
         return (expected != got) & ~both_nan
-    allowed = tolerance * expected.nan_to_num(0.0).abs().max().item() if expected.numel() else 0.0
+    allowed = 0.0
+    if expected.numel():  # max() of an empty tensor is an error
+        allowed = tolerance * expected.nan_to_num(0.0).abs().max().item()
     return ~((expected - got).abs() <= allowed) & ~both_nan
 
 
 def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a dict differs: in its keys, or in the first item that does."""
     if not isinstance(got, dict):
-        return Difference(name, "type", _described(expected), _described(got))
-    if list(map(str, sorted(expected))) != list(map(str, sorted(got))):
-        return Difference(name, "keys", ", ".join(map(str, sorted(expected))), ", ".join(map(str, sorted(got))))
-    pairs = (first_difference(expected[key], got[key], tolerance, f"{name}[{key!r}]") for key in expected)
-    return next((found for found in pairs if found), None)
+        return _type_difference(expected, got, name)
+    expected_keys, got_keys = list(map(str, sorted(expected))), list(map(str, sorted(got)))
+    if expected_keys != got_keys:
+        return Difference(name, "keys", ", ".join(expected_keys), ", ".join(got_keys))
+    for key in expected:
+        difference = first_difference(expected[key], got[key], tolerance, f"{name}[{key!r}]")
+        if difference is not None:
+            return difference
+    return None
 
 
 def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a list or tuple differs: in its length, or in the first item that does."""
     if not isinstance(got, (list, tuple)):
-        return Difference(name, "type", _described(expected), _described(got))
+        return _type_difference(expected, got, name)
     if len(expected) != len(got):
         return Difference(name, "length", f"{len(expected)} items", f"{len(got)} items")
-    pairs = (
-        first_difference(e, g, tolerance, f"{name}[{i}]") for i, (e, g) in enumerate(zip(expected, got, strict=True))
-    )
-    return next((found for found in pairs if found), None)
+    for place, (expected_item, got_item) in enumerate(zip(expected, got, strict=True)):
+        difference = first_difference(expected_item, got_item, tolerance, f"{name}[{place}]")
+        if difference is not None:
+            return difference
+    return None
 
 
 def _described(value: Any) -> str:
+    """Return what a value is, in a few words: `a tensor of shape [2, 3]`."""
     if value is None:
         return "None"
     if _is_tensor(value):
         return f"a tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {str(value)[:60]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
+    if isinstance(value, str):
+        return f"{type(value).__name__} {str(value)[:60]!r}"
+    return f"a {type(value).__name__}"
 
 
 def _plain(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+    """Return a shape as a list, and a dtype without `torch.`."""
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value).removeprefix("torch.")

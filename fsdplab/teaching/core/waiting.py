@@ -41,10 +41,9 @@ def doing(what: str) -> Iterator[None]:
 
 def follow(spec: RunSpec, step: int, steps: int, loss: float) -> None:
     """Name a recorded run and its step, for the line; step 0 is the start of its ranks."""
-    told = f"step {step} of {steps}, loss {loss:.2f}" if step else "its ranks start"
-    _followed[:] = [
-        (f"{', '.join([spec.strategy, *_settings(spec)])} on {plural(spec.world_size, 'rank')}: {told}", step / steps)
-    ]
+    run = f"{', '.join([spec.strategy, *_settings(spec)])} on {plural(spec.world_size, 'rank')}"
+    progress = f"step {step} of {steps}, loss {loss:.2f}" if step else "its ranks start"
+    _followed[:] = [(f"{run}: {progress}", step / steps)]
 
 
 _followed: list[tuple[str, float]] = []  # (words, part of the run that is done), one or none
@@ -53,21 +52,27 @@ _TOLD = ("prefetch", "batch_size", "precision", "checkpoint", "offload", "transp
 
 
 def _settings(spec: RunSpec) -> list[str]:
-    """The settings in `_TOLD` that are not the default ones: `["prefetch 0"]`."""
-    changed = {each.name: getattr(spec, each.name) for each in fields(spec) if getattr(spec, each.name) != each.default}
-    return [f"{name.replace('_', ' ')} {changed[name]}" for name in _TOLD if name in changed]
+    """Return the settings in `_TOLD` that are not the default ones: `["prefetch 0"]`."""
+    defaults = {field.name: field.default for field in fields(spec)}
+    changed = []
+    for name in _TOLD:
+        value = getattr(spec, name)
+        if value != defaults[name]:
+            changed.append(f"{name.replace('_', ' ')} {value}")
+    return changed
 
 
 def state(seconds: float, over: bool = False) -> Note | Text:
-    """The line after so many seconds, with a bar of the part that is done: `str(state(5)) == "running: 5 s"`."""
+    """Return the line after so many seconds, with a bar of the part that is done: `str(state(5)) == "running: 5 s"`."""
     if over:
         return Note((f"done in {seconds:.0f} s",))
-    if _followed:
-        words, part = _followed[-1]
-        line = Note((f"{words}: {seconds:.0f} s",))
-        bar = f"<progress value='{part:.3f}' max='1' style='vertical-align:middle'></progress> "
-        return Text(str(line), line._repr_html_().replace("<div>", f"<div>{bar}", 1))
-    return Note((f"{_under_way[-1] if _under_way else 'running'}: {seconds:.0f} s",))
+    if not _followed:
+        words = _under_way[-1] if _under_way else "running"
+        return Note((f"{words}: {seconds:.0f} s",))
+    words, part = _followed[-1]
+    line = Note((f"{words}: {seconds:.0f} s",))
+    bar = f"<progress value='{part:.3f}' max='1' style='vertical-align:middle'></progress> "
+    return Text(str(line), line._repr_html_().replace("<div>", f"<div>{bar}", 1))
 
 
 class Waiting:
@@ -79,7 +84,7 @@ class Waiting:
         self._thread: threading.Thread | None = None
 
     def begin(self, cell: Any = None) -> None:
-        """Before a cell: nothing is shown yet."""
+        """Begin to wait before a cell: nothing is shown yet."""
         self.end()
         _followed.clear()
         self._over = threading.Event()
@@ -87,21 +92,25 @@ class Waiting:
         self._thread.start()
 
     def end(self, result: Any = None) -> None:
-        """After a cell: the line, where there is one, says how long it took."""
+        """End the line after a cell: where there is one, it says how long the cell took."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._thread = None
 
     def _show(self, over: threading.Event, began: float) -> None:
+        """Show the line once a cell takes long, and count its seconds until the cell is over."""
         if over.wait(self._quiet):
             return
         display = notebook_display()
-        line = display(state(time.monotonic() - began), display_id=True) if display else None
-        while line is not None and not over.wait(self._every):
+        if display is None:
+            return
+        line = display(state(time.monotonic() - began), display_id=True)
+        if line is None:
+            return
+        while not over.wait(self._every):
             line.update(state(time.monotonic() - began))
-        if line is not None:
-            line.update(state(time.monotonic() - began, over=True))
+        line.update(state(time.monotonic() - began, over=True))
 
 
 def watch_cells(shell: InteractiveShell) -> None:

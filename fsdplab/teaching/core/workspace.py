@@ -44,7 +44,7 @@ class WorkspaceError(ValueError):
 
 
 def checked_id(exercise: str) -> str:
-    """The id itself if it is well formed, as `01.ring_all_gather` is; WorkspaceError otherwise."""
+    """Return the id itself if it is well formed, as `01.ring_all_gather` is; WorkspaceError otherwise."""
     if not _ID.match(exercise) or keyword.iskeyword(exercise.split(".")[-1]):
         raise WorkspaceError(
             f"{exercise!r} is not an exercise id; expected two digits, a dot and the function's name, "
@@ -54,20 +54,21 @@ def checked_id(exercise: str) -> str:
 
 
 def function_name(exercise: str) -> str:
-    """The function that an exercise defines: `function_name("01.ring_all_gather") == "ring_all_gather"`."""
+    """Return the function that an exercise defines: `function_name("01.ring_all_gather") == "ring_all_gather"`."""
     return checked_id(exercise).split(".")[1]
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
-    found = getattr(loaded(path.read_text(encoding="utf-8"), f"exercise_{name}", str(path)), name, None)
-    if not callable(found):
+    """Return the function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
+    module = loaded(path.read_text(encoding="utf-8"), f"exercise_{name}", str(path))
+    function = getattr(module, name, None)
+    if not callable(function):
         raise WorkspaceError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
-    return found
+    return function
 
 
 def loaded(source: str, name: str, file: str) -> types.ModuleType:
-    """A module made from a source text."""
+    """Return a module made from a source text."""
     made = types.ModuleType(name)
     made.__file__ = file
     sys.modules[name] = made  # dataclasses look their module up by name
@@ -76,12 +77,12 @@ def loaded(source: str, name: str, file: str) -> types.ModuleType:
 
 
 def has_code(source: str) -> bool:
-    """Whether anything stands in a source but comments and blank lines."""
+    """Return whether anything stands in a source but comments and blank lines."""
     return any(line.strip() and not line.lstrip().startswith("#") for line in source.splitlines())
 
 
 def fingerprint(source: str) -> str:
-    """A hash of a source text without trailing blanks: a pass counts for this text only."""
+    """Return a hash of a source text without trailing blanks: a pass counts for this text only."""
     lines = [line.rstrip() for line in source.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -93,13 +94,15 @@ class Workspace:
     path: Path
 
     def file_of(self, exercise: str) -> Path:
-        """The path of the learner's version of an exercise."""
+        """Return the path of the learner's version of an exercise."""
         return self.path / f"{checked_id(exercise)}.py"
 
     def source_of(self, exercise: str) -> str | None:
-        """The learner's saved source, or None where nothing was saved yet."""
+        """Return the learner's saved source, or None where nothing was saved yet."""
         path = self.file_of(exercise)
-        return path.read_text(encoding="utf-8") if path.exists() else None
+        if not path.exists():
+            return None
+        return path.read_text(encoding="utf-8")
 
     def save(self, exercise: str, source: str) -> Path:
         """Write the learner's source and return its file."""
@@ -120,7 +123,7 @@ class Workspace:
         sys.path[:] = [parent, *(entry for entry in sys.path if entry != parent)]
 
     def failed_tries(self, exercise: str) -> int:
-        """How many checks of this exercise have failed so far: each one unlocks a hint."""
+        """Return how many checks of this exercise have failed so far: each one unlocks a hint."""
         return int(self.read("progress.json").get(exercise, {}).get("failed_tries", 0))
 
     def note_failure(self, exercise: str) -> int:
@@ -131,39 +134,45 @@ class Workspace:
 
     def note_pass(self, exercise: str, source: str, written: str = "") -> None:
         """Remember that this very source passed its check; of a stage, `written` is the exercise whose file it is."""
-        self._note(exercise, passed=fingerprint(source), **({"written": written} if written else {}))
+        news = {"passed": fingerprint(source)}
+        if written:
+            news["written"] = written
+        self._note(exercise, **news)
 
     def note_right_answer(self, question: str, answer: str) -> None:
         """Remember the right answer to a question, as it was given."""
         self._note(question, answer=answer)
 
     def right_answer(self, question: str) -> str:
-        """The answer that was right when it was given; empty where there was none."""
+        """Return the answer that was right when it was given; empty where there was none."""
         return str(self.read("progress.json").get(question, {}).get("answer", ""))
 
     def has_passed(self, exercise: str) -> bool:
-        """Whether the source that is saved now is one that passed."""
+        """Return whether the source that is saved now is one that passed."""
         noted = self.read("progress.json").get(exercise, {})
         source = self.source_of(noted.get("written", exercise))
         return source is not None and noted.get("passed") == fingerprint(source)
 
     def _note(self, exercise: str, **news: object) -> None:
+        """Add facts on an exercise to the learner's progress."""
         progress = self.read("progress.json")
         progress[exercise] = {**progress.get(exercise, {}), **news}
         self.write("progress.json", progress)
 
     def read(self, name: str) -> dict[str, Any]:
-        """One of the folder's JSON files as a dict (empty where it does not exist yet)."""
+        """Read one of the folder's JSON files as a dict (empty where it does not exist yet)."""
         path = self.path / name
+        if not path.exists():
+            return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise WorkspaceError(f"{path} is damaged ({error}); delete it to start that record afresh") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise WorkspaceError(
-                f"{path} holds a {type(found).__name__}, expected a JSON object; delete it to start afresh"
+                f"{path} holds a {type(content).__name__}, expected a JSON object; delete it to start afresh"
             )
-        return found
+        return content
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Replace one of the folder's JSON files as a whole."""

@@ -21,7 +21,6 @@ from fsdplab.common.files import read_file
 from fsdplab.common.pythons import run_of
 from fsdplab.figures.live.answer import answer
 from fsdplab.figures.live.controls import controls
-from fsdplab.figures.live.drawings import SLOWED_COLOUR
 from fsdplab.teaching.authoring.course import CourseError
 
 VERSION = "314.0.7"
@@ -78,7 +77,7 @@ def live_files(source: Pyodide, page: Callable[..., str]) -> dict[str, str | byt
             "planner.html", title="Plan a job", controls=controls(), shown=answer({}, _STILL), setup=json.dumps(setup)
         ),
         "planner.js": page("planner.js"),
-        "planner.css": page("planner.css", slowed=SLOWED_COLOUR),
+        "planner.css": page("planner.css"),
         SOURCES: archive,
         **source.files,
     }

@@ -41,7 +41,7 @@ _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """The C library, looked up when an arena is made: Windows has none, and macOS one without `fallocate`."""
+    """Return the C library, looked up when an arena is made: Windows has none, and macOS one without `fallocate`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -58,8 +58,8 @@ class Place(ctypes.Structure):
 
 
 def _mapped(descriptor: int, start: int, length: int) -> Memory:
-    """Bytes [start, start + length) of a file, mapped while anybody holds them or a tensor over them; `OSError` where
-    the system does not map them.
+    """Map bytes [start, start + length) of a file, while anybody holds them or a tensor over them; `OSError` where the
+    system does not map them.
     """
     address = _libc().mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
     if address == _FAILED:
@@ -83,7 +83,7 @@ class SharedFile:
         self.header = _mapped(descriptor, 0, pages(header))
 
     def part(self, place: Place, nbytes: int) -> torch.Tensor:
-        """`nbytes` bytes at `place`; `OSError` where the system does not map them."""
+        """Return `nbytes` bytes at `place`, [nbytes] (uint8); `OSError` where the system does not map them."""
         start = place.segment
         segment = self._segments.get(start)
         if segment is None:
@@ -109,7 +109,7 @@ class Arena(SharedFile):
         self._grow_for(_SEGMENT)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` zeroed bytes, a storage of their own; the range is free again when the last tensor over it is gone.
+        """Return `nbytes` zeroed bytes, a storage of their own; their range is free again with the last tensor over it.
 
         The pages are taken from the system now: where there are none, this is an error here and no signal later.
         """
@@ -118,16 +118,21 @@ class Arena(SharedFile):
             start = self._take(length)
         try:
             os.posix_fallocate(self.descriptor, start, length)
-            segment = max(each for each in tuple(self._segments) if each <= start)
-            part = memoryview(self._segments[segment])[start - segment :][:nbytes]
+            # A range lies in the last segment that begins before it: one from 70 MiB on in that from 64 MiB on, say.
+            segment = max(begin for begin in tuple(self._segments) if begin <= start)
+            first = start - segment
+            part = memoryview(self._segments[segment])[first : first + nbytes]
         except BaseException:
             self._give_back(start, length, os.getpid())
             raise
         weakref.finalize(part, self._give_back, start, length, os.getpid()).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where `tensor` lies in this arena; None where it lies elsewhere."""
+    def place_of(
+        self,
+        tensor: torch.Tensor,  # any shape, contiguous
+    ) -> Place | None:
+        """Return where `tensor` lies in this arena; None where it lies elsewhere."""
         address = tensor.data_ptr()
         for start, segment in self._segments.items():
             offset = address - ctypes.addressof(segment)
@@ -136,31 +141,34 @@ class Arena(SharedFile):
         return None
 
     def close(self) -> None:
-        """Nothing more is published: what peers have not read yet must stay until they let go of the file."""
+        """Publish nothing more: what peers have not read yet must stay until they let go of the file."""
         self._closed = True
 
     def _take(self, length: int) -> int:
-        """The start of a range that is now taken: the first that is long enough, in a new segment if none is."""
+        """Take the first free range that is long enough, in a new segment if none is; return its start."""
         while self._given_back:
             self._add_free(*self._given_back.popleft())
         while True:
             for index, (start, free) in enumerate(self._free):
-                if free >= length:
-                    self._free[index : index + 1] = [(start + length, free - length)] if free > length else []
-                    return start
+                if free < length:
+                    continue
+                rest = []
+                if free > length:
+                    rest = [(start + length, free - length)]
+                self._free[index : index + 1] = rest
+                return start
             self._grow_for(length)
 
     def _grow_for(self, length: int) -> None:
-        """A new segment, zeroed: longer the more there are already, and only as long as asked for where that is
-        refused.
-        """
+        """Add a segment, zeroed: longer the more there are, and only as long as asked for where that is refused."""
         try:
             self._grow(max(length, _SEGMENT, self._size // 2 // PAGE * PAGE))
         except OSError:
             self._grow(length)
 
     def _grow(self, length: int) -> None:
-        start = self._size
+        """Add a segment of `length` bytes behind the last."""
+        start = self._size  # the file ends here so far
         os.ftruncate(self.descriptor, start + length)
         self._segments[start] = _mapped(self.descriptor, start, length)
         self._size += length
@@ -170,18 +178,20 @@ class Arena(SharedFile):
         """Put a range among the free ones, joined with its neighbours in the same segment."""
         joined: list[tuple[int, int]] = []
         for begin, size in sorted([*self._free, (start, length)]):
-            if joined and begin == sum(joined[-1]) and begin not in self._segments:
-                joined[-1] = joined[-1][0], joined[-1][1] + size
+            follows_last = joined and begin == sum(joined[-1])  # (start, length): their sum is where it ends
+            if follows_last and begin not in self._segments:
+                first, length_before = joined[-1]
+                joined[-1] = first, length_before + size
             else:
                 joined.append((begin, size))
         self._free = joined
 
     def _give_back(self, start: int, length: int, process: int) -> None:
-        """Nobody uses a range any more. A forked child that lets go of its copy leaves the memory alone; a range whose
-        pages the system does not take back is not used again, because it is not zero.
+        """Give a range back that nobody uses any more. A forked child that lets go of its copy leaves the memory alone;
+        a range whose pages the system does not take back is not used again, because it is not zero.
         """
-        ours = not self._closed and process == os.getpid()
-        if ours and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
+        is_owner = not self._closed and process == os.getpid()
+        if is_owner and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
             self._given_back.append((start, length))
 
 
@@ -193,6 +203,7 @@ class SharedStorage(ShardStorage):
         self._arena = arena
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of the arena, [nbytes] (uint8), or of ordinary memory where it has none."""
         if nbytes:
             with suppress(OSError):
                 return self._arena.allocate(nbytes)
@@ -200,7 +211,7 @@ class SharedStorage(ShardStorage):
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -224,7 +235,7 @@ class Process:
 
     @classmethod
     def of(cls, number: int) -> Process:
-        """The handle of a process; a new one where a number is used again."""
+        """Return the handle of a process; a new one where a number is used again."""
         key = os.getpid(), number  # what a forked child inherits is its parent's view
         known = cls._known.get(key)
         if known is None or known.ended():
@@ -241,7 +252,7 @@ class Process:
 
 
 def machine_of_this_rank() -> tuple[str, ...] | None:
-    """What must be equal for two ranks to share memory: boot, launcher's node, and namespaces; None where impossible.
+    """Return what must be equal for two ranks to share memory (boot, launcher's node, namespaces); None: impossible.
 
     Two network namespaces count as two machines: whoever separates them means their ranks to use the network.
     """
@@ -277,26 +288,34 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, header: int) -> None:
         handles = _from_all(group, "got no memory to share", lambda: self._offer(header))
-        machines = {each.machine for each in handles}
+        machines = {handle.machine for handle in handles}
         if len(machines) > 1:
             raise SharingRefused(f"got {len(machines)} machines")
         open_all = lambda: self._open(handles, group.rank(), header)  # noqa: E731
         _from_all(group, "may not open its peers' memory", open_all)  # nobody goes on before everybody has
 
     def _offer(self, header: int) -> ArenaHandle:
+        """Make this rank's arena; return what its peers open it with."""
         machine = machine_of_this_rank()
         if machine is None:
             raise OSError("it is not on an x86-64 Linux, or has no descriptor left")
-        self.own, cookie = Arena(header), os.urandom(COOKIE)
+        self.own = Arena(header)
+        cookie = os.urandom(COOKIE)
         ctypes.memmove(self.own.header, cookie, COOKIE)
         return ArenaHandle(os.getpid(), machine, self.own.descriptor, cookie)
 
     def _open(self, handles: list[ArenaHandle], rank: int, header: int) -> None:
-        self.arenas = [self.own if peer == rank else _opened(handle, header) for peer, handle in enumerate(handles)]
+        """Open the arenas of all peers."""
+        arenas = []
+        for peer, handle in enumerate(handles):
+            arena = self.own if peer == rank else _opened(handle, header)
+            arenas.append(arena)
+        self.arenas = arenas
         self.processes = [Process.of(handle.process) for handle in handles]
 
 
 def _opened(handle: ArenaHandle, header: int) -> SharedFile:
+    """Open the arena of a peer; raise where its descriptor names another file by now."""
     arena = SharedFile(os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR), header)
     if bytes(memoryview(arena.header)[:COOKIE]) != handle.cookie:
         raise OSError(errno.ESTALE, f"descriptor {handle.descriptor} of process {handle.process} is another file")
@@ -304,14 +323,14 @@ def _opened(handle: ArenaHandle, header: int) -> SharedFile:
 
 
 def _from_all(group: dist.ProcessGroup, failure: str, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
-    mine: Any
+    """Return what `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
+    answer: Any
     try:
-        mine = act()
+        answer = act()
     except OSError as error:
-        mine = SharingRefused(f"rank {group.rank()} {failure}: {error}")
-    answers = [mine] * group.size()
-    dist.all_gather_object(answers, mine, group=group)
+        answer = SharingRefused(f"rank {group.rank()} {failure}: {error}")
+    answers = [answer] * group.size()
+    dist.all_gather_object(answers, answer, group=group)
     for answer in answers:
         if isinstance(answer, SharingRefused):
             raise answer

@@ -80,81 +80,160 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Return what DDP's log and `name()` show."""
         return NAME
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(
+        self,
+        tensors: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce one tensor in place."""
         return self._all_reduce("allreduce", [_only("all_reduce", tensors)], opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(
+        self,
+        tensors: Tensors,  # any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce several tensors in place."""
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, call: str, tensors: Tensors, opts: Any) -> dist.Work:
+    def _all_reduce(
+        self,
+        call: str,
+        tensors: Tensors,  # any shapes, reduced in place
+        opts: Any,
+    ) -> dist.Work:
+        """Reduce `tensors` in place for the method `call` of torch's."""
+        # All are checked before the first is sent: an error in between would leave the ranks out of step.
         operations = [operation_of(opts, tensor) for tensor in tensors]
 
-        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each
+            _: Tensors,  # none: what is reduced is input and output
+        ) -> Iterable[tuple[Any, ...]]:
             return zip(flats, operations)
 
         return self._moved("all_reduce", call, [tensors], tensors, [], calls)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(
+        self,
+        outputs: Sequence[Tensors],  # one list, with a tensor of any shape for each rank
+        inputs: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
-        output, source = _only("all_gather", outputs), _only("all_gather", inputs)
+        # torch gives a list for each device of a rank; here a rank has one.
+        output = _only("all_gather", outputs)
+        source = _only("all_gather", inputs)
         if len(output) != self._ranks or _shown(output[self._rank]) != _shown(source):
             raise ValueError(
                 f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks},"
                 " its own like its input"
             )
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each, one a rank
+            sources: Tensors,  # one, [elements]
+        ) -> Iterable[tuple[Any, ...]]:
             return [(flats, *sources)]
 
         return self._moved("all_gather", "allgather", [outputs, inputs], output, inputs, calls)
 
-    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(
+        self,
+        output: torch.Tensor,  # [ranks * elements] in any shape
+        source: torch.Tensor,  # [elements] in any shape
+        opts: Any = None,
+    ) -> dist.Work:
+        """Gather every rank's `source` into one output: torch calls this for `all_gather_into_tensor`."""
         return self._gather_whole("_allgather_base", [output, source], [output], [source])
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather_into_tensor_coalesced(
+        self,
+        outputs: Tensors,  # [ranks * elements] each, in any shapes
+        inputs: Tensors,  # [elements] each, in any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Gather several tensors, each into one output."""
         return self._gather_whole("allgather_into_tensor_coalesced", [outputs, inputs], outputs, inputs)
 
-    def _gather_whole(self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors) -> dist.Work:
+    def _gather_whole(
+        self,
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # [ranks * elements] each, in any shapes
+        inputs: Tensors,  # [elements] each, in any shapes
+    ) -> dist.Work:
+        """Gather each of `inputs` into one output that has room for the tensors of all ranks."""
         self._check_whole("all_gather", outputs, inputs)
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [ranks * elements] each
+            sources: Tensors,  # [elements] each
+        ) -> Iterable[tuple[Any, ...]]:
+            # On 2 ranks an output of 6 elements becomes the list of 3 and 3 that `Moves.all_gather` fills.
             return zip(self._split(flats), sources)
 
         return self._moved("all_gather", call, arguments, outputs, inputs, calls)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self,
+        outputs: Tensors,  # one, of any shape
+        inputs: Sequence[Tensors],  # one list, with a tensor of any shape for each rank
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
-        output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
-        is_alike = len({source.dtype for source in sources}) == 1
-        if len(sources) != self._ranks or _shown(sources[self._rank]) != _shown(output) or not is_alike:
+        output = _only("reduce_scatter", outputs)
+        sources = _only("reduce_scatter", inputs)
+        have_one_dtype = len({source.dtype for source in sources}) == 1
+        if len(sources) != self._ranks or _shown(sources[self._rank]) != _shown(output) or not have_one_dtype:
             raise ValueError(
                 f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks},"
                 " its own like the output"
             )
         operation = operation_of(opts, output)
 
-        def calls(flats: Tensors, parts: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # one, [elements]
+            parts: Tensors,  # [elements] each, one a rank
+        ) -> Iterable[tuple[Any, ...]]:
             return [(*flats, parts, operation)]
 
         return self._moved("reduce_scatter", "reduce_scatter", [outputs, inputs], outputs, sources, calls)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _reduce_scatter_base(
+        self,
+        output: torch.Tensor,  # [elements] in any shape
+        source: torch.Tensor,  # [ranks * elements] in any shape
+        opts: Any = None,
+    ) -> dist.Work:
+        """Reduce `source` and keep this rank's part: torch calls this for `reduce_scatter_tensor`."""
         return self._scatter_whole("_reduce_scatter_base", [output, source], [output], [source], opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Tensors,  # [elements] each, in any shapes
+        inputs: Tensors,  # [ranks * elements] each, in any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce and scatter several tensors."""
         return self._scatter_whole("reduce_scatter_tensor_coalesced", [outputs, inputs], outputs, inputs, opts)
 
     def _scatter_whole(
-        self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, opts: Any
+        self,
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # [elements] each, in any shapes
+        inputs: Tensors,  # [ranks * elements] each, in any shapes
+        opts: Any,
     ) -> dist.Work:
+        """Reduce each of `inputs`, which has a part for every rank, into the output for this rank's part."""
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each
+            sources: Tensors,  # [ranks * elements] each
+        ) -> Iterable[tuple[Any, ...]]:
             return zip(flats, self._split(sources), operations)
 
         return self._moved("reduce_scatter", call, arguments, outputs, inputs, calls)
@@ -163,12 +242,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(
+        self,
+        tensors: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Give the root's tensor to all."""
         _only("broadcast", tensors)
-        root = 0 if opts is None else opts.rootRank
+        root = 0
+        if opts is not None:
+            root = opts.rootRank
 
-        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # one, [elements]
+            _: Tensors,  # none: what is sent on the root is written on the others
+        ) -> Iterable[tuple[Any, ...]]:
             return [(*flats, root)]
 
         return self._moved("broadcast", "broadcast", [tensors], tensors, [], calls)
@@ -182,18 +270,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._depart = depart
 
     def _moved(
-        self, kind: str, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, calls: Calls
+        self,
+        kind: str,  # the name of a method of `Moves`
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # any shapes, written in place
+        inputs: Tensors,  # any shapes
+        calls: Calls,  # makes the arguments of the method of `Moves`
     ) -> dist.Work:
         """Show a call of torch's to whoever watches, then have the algorithm of that kind write `outputs`.
 
         No rank can go on after it was interrupted in one. A profiler range names the transport, as gloo's own do.
         """
+        # The silent group has torch's method of the same name, which moves nothing and is seen all the same.
         show = getattr(self._silent, call)
         show(*_traces(arguments))
-        sources, flats = _flat(kind, inputs), _flat(kind, outputs)
+        sources = _flat(kind, inputs)
+        flats = _flat(kind, outputs)
         arrive: Callable[[list[torch.Tensor]], torch.futures.Future] = _arrived
         if self._depart is not None and kind in _ROUNDS:
-            arrive = self._depart(kind, flats)
+            arrive = self._depart(kind, flats)  # the time on the link counts from now, not from the end of the copies
         algorithm = getattr(self._moves, kind)
         with torch.profiler.record_function(f"shm:{kind}"):
             with self._moves.slots.unrepeatable(kind):
@@ -204,10 +300,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     output.data.copy_(flat.view(output.shape))
         return _create_work_from_future(arrive(list(outputs)))
 
-    def _split(self, wholes: Tensors) -> Iterable[Tensors]:
+    def _split(
+        self,
+        wholes: Tensors,  # [ranks * elements] each
+    ) -> Iterable[Tensors]:
+        """Cut each of `wholes` into the parts of all ranks, [elements] each."""
         return (whole.tensor_split(self._ranks) for whole in wholes)
 
-    def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
+    def _check_whole(
+        self,
+        kind: str,
+        wholes: Tensors,  # any shapes
+        parts: Tensors,  # any shapes
+    ) -> None:
+        """Raise where a whole has not the elements and the dtype of as many parts as there are ranks."""
         for whole, part in zip(wholes, parts, strict=True):
             if whole.numel() != self._ranks * part.numel() or whole.dtype != part.dtype:
                 raise ValueError(f"{kind}: {_shown(whole)} is not {self._ranks} times {_shown(part)}")
@@ -220,12 +326,17 @@ def _only(kind: str, given: Sequence[Any]) -> Any:
     return given[0]
 
 
-def _shown(*tensors: torch.Tensor) -> str:
+def _shown(
+    *tensors: torch.Tensor,  # any shapes
+) -> str:
     """Describe tensors in an error: `"6 x float32, 4 x float32"`."""
     return ", ".join(f"{tensor.numel()} x {_name(tensor)}" for tensor in tensors)
 
 
-def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
+def _flat(
+    kind: str,
+    tensors: Tensors,  # any shapes
+) -> list[torch.Tensor]:
     """Return the tensors in one dimension, without autograd and its version counter, as backends write to them."""
     for tensor in tensors:
         if tensor.device != _CPU or tensor.layout != torch.strided:
@@ -233,10 +344,13 @@ def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
                 f"{kind}: shared memory moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}: use a"
                 " gloo group"
             )
+    # Of a tensor that is not contiguous this is a copy, which `_moved` copies back where it is an output.
     return [tensor.data.contiguous().view(-1) for tensor in tensors]
 
 
-def _arrived(result: list[torch.Tensor]) -> torch.futures.Future:
+def _arrived(
+    result: list[torch.Tensor],  # any shapes
+) -> torch.futures.Future:
     """Return a future that holds `result` now."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
@@ -268,37 +382,57 @@ class Moves:
         self.slots = Slots(group, _SLOTS)
         self._buffers = Buffers(self.slots, _SLOTS)
 
-    def all_reduce(self, flat: torch.Tensor, operation: str) -> None:
+    def all_reduce(
+        self,
+        flat: torch.Tensor,  # [elements], reduced in place
+        operation: str,
+    ) -> None:
         """Reduce in place."""
-        for part in _cut(flat, _PIECE // flat.element_size()):
-            number = self._publish([part], part.nbytes, f"all_reduce {operation} {_name(part)}")
+        label = f"all_reduce {operation} {_name(flat)}"
+        for part in _cut(flat, _PIECE // flat.element_size()):  # 10 MiB are pieces of 4, 4 and 2 MiB
+            number = self._publish([part], part.nbytes, label)
             if part.nbytes <= _SMALL:
+                # Every rank sums all of it, which is sooner done than waiting for the others' shares.
                 self._reduce(number, part.nbytes, 0, part, operation)
             else:
                 self._reduce_and_share(number, part.tensor_split(self._ranks), operation)
             self.slots.done(number)
 
-    def _reduce_and_share(self, number: int, shares: Sequence[torch.Tensor], operation: str) -> None:
+    def _reduce_and_share(
+        self,
+        number: int,
+        shares: Sequence[torch.Tensor],  # [elements] each, one a rank: parts of one tensor, end to end
+        operation: str,
+    ) -> None:
         """Reduce this rank's share, put it back into its slot, and copy the shares of the others from theirs.
 
-        Nobody else reads a share before its owner says that it is summed. `shares` [elements of each rank's share] are
-        parts of one tensor, end to end.
+        Nobody else reads a share before its owner says that it is summed.
         """
         own_share = shares[self._rank]
-        nbytes = sum(share.nbytes for share in shares)
-        firsts = [sum(len(share) for share in shares[:peer]) for peer in range(self._ranks)]
+        firsts = []  # the element at which each share begins: 5 elements on 2 ranks are shares of 3 and 2, from 0 and 3
+        elements = 0
+        for share in shares:
+            firsts.append(elements)
+            elements += len(share)
+        nbytes = elements * own_share.element_size()
         self._reduce(number, nbytes, firsts[self._rank], own_share, operation)
         for peer in self.slots.nearest_first:
             buffer = self.slots.read(peer, number, nbytes).view(own_share.dtype)
-            place = buffer[firsts[peer] : firsts[peer] + len(shares[peer])]
+            first = firsts[peer]
+            place = buffer[first : first + len(shares[peer])]
             if peer == self._rank:
+                # Peers read their own shares of this buffer only, so this place is free for the sum.
                 place.copy_(own_share)
                 self.slots.summed(number)
             else:
                 self.slots.await_summed(peer, number)
                 shares[peer].copy_(place)
 
-    def all_gather(self, wholes: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    def all_gather(
+        self,
+        wholes: Sequence[torch.Tensor],  # [elements] each, one a rank; written in place
+        source: torch.Tensor,  # [elements], this rank's
+    ) -> None:
         """Fill `wholes[r]` from rank r's `source`; ranks may differ in size."""
         wholes = [whole.view(torch.uint8) for whole in wholes]
         source = source.view(torch.uint8)
@@ -315,24 +449,37 @@ class Moves:
                     place.copy_(self.slots.read(peer, number, size)[: len(place)])
             self.slots.done(number)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], operation: str) -> None:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,  # [elements], written in place
+        inputs: Sequence[torch.Tensor],  # [elements] each, one a rank
+        operation: str,
+    ) -> None:
         """Reduce `inputs[r]` into rank r's output; ranks may differ in size."""
-        longest, word = max(len(source) for source in inputs), output.element_size()
         label = f"reduce_scatter {operation} {_name(output)}"
-        width = _PIECE // word // self._ranks  # elements that a rank sends to each in one piece
+        longest = max(len(source) for source in inputs)
+        word = output.element_size()
+        # A piece has a part for each rank: in float32 on 2 ranks, 524,288 elements for each in 4 MiB.
+        width = _PIECE // word // self._ranks
         for start in range(0, longest, width):
             length = min(width, longest - start)
             nbytes = length * word * self._ranks
             pieces = [source[start : start + length] for source in inputs]
             number = self._publish(pieces, nbytes, label)
-            self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
+            part = output[start : start + length]  # shorter than `length`, or empty, where this rank has less
+            self._reduce(number, nbytes, self._rank * length, part, operation)
             self.slots.done(number)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+    def broadcast(
+        self,
+        flat: torch.Tensor,  # [elements], written in place on all ranks but `root`
+        root: int,
+    ) -> None:
         """Give the root's tensor to all."""
         is_root = self._rank == root
         for piece in _cut(flat.view(torch.uint8), _PIECE):
-            number = self._publish([piece] if is_root else [], piece.nbytes, f"broadcast from {root}")
+            sent = [piece] if is_root else []  # others publish nothing, but take part in the operation
+            number = self._publish(sent, piece.nbytes, f"broadcast from {root}")
             if not is_root:
                 piece.copy_(self.slots.read(root, number, piece.nbytes))
             self.slots.done(number)
@@ -344,19 +491,32 @@ class Moves:
             self.slots.read(peer, number, 1)
         self.slots.done(number)
 
-    def _publish(self, parts: Sequence[torch.Tensor], nbytes: int, label: str) -> int:
+    def _publish(
+        self,
+        parts: Sequence[torch.Tensor],  # [elements] each
+        nbytes: int,
+        label: str,
+    ) -> int:
         """Write `parts` at equal distances into this rank's buffer; return the operation's number.
 
         All ranks give equal `nbytes` and `label`.
         """
         number = self.slots.claim(nbytes, label)
         buffer = self._buffers.get(number % _SLOTS, nbytes, label)
-        for part, place in zip(parts, buffer.chunk(len(parts) or 1)):
+        places = buffer.chunk(len(parts) or 1)  # a part may be shorter than its place, where ranks differ in size
+        for part, place in zip(parts, places):
             place[: part.nbytes].copy_(part.view(torch.uint8))
         self.slots.publish(number, buffer)
         return number
 
-    def _reduce(self, number: int, nbytes: int, first: int, output: torch.Tensor, operation: str) -> None:
+    def _reduce(
+        self,
+        number: int,
+        nbytes: int,
+        first: int,  # element of the buffers at which this rank's part begins
+        output: torch.Tensor,  # [elements], written in place
+        operation: str,
+    ) -> None:
         """Reduce what starts at element `first` of every rank's buffer into `output`, rank 0 first."""
         parts = []  # [elements of `output`] each, in the buffers of all ranks
         for peer in range(self._ranks):
@@ -366,28 +526,39 @@ class Moves:
             output.copy_(parts[0])
             for part in parts[1:]:
                 _LIKE_MAX[operation](output, part, out=output)
-        else:
-            divide = self._ranks if operation == "AVG" else 1.0
-            Average(divide).sum_up(parts, output)
+            return
+        divide = self._ranks if operation == "AVG" else 1.0
+        Average(divide).sum_up(parts, output)
 
 
-def operation_of(opts: Any, tensor: torch.Tensor) -> str:
+def operation_of(
+    opts: Any,
+    tensor: torch.Tensor,  # any shape
+) -> str:
     """Return the name of the reduction; raise where it is not offered for such a tensor."""
     wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     names = [name for name in _OPERATIONS if wanted == getattr(dist.ReduceOp, name)]
     if not names:
         raise ValueError(f"shared memory reduces with {', '.join(_OPERATIONS)}, not {wanted.op.name}: use a gloo group")
     name = names[0]
-    dtypes = _FLOATS if name == "AVG" else _FLOATS + _INTEGERS
+    dtypes: tuple[torch.dtype, ...] = _FLOATS
+    if name != "AVG":  # an average of integers is no integer
+        dtypes += _INTEGERS
     if tensor.dtype not in dtypes:
         raise ValueError(f"shared memory does not reduce {tensor.dtype} with {name}: use a gloo group")
     return name
 
 
-def _cut(flat: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
+def _cut(
+    flat: torch.Tensor,  # [elements]
+    length: int,
+) -> Sequence[torch.Tensor]:
     """Cut `flat` into pieces of at most `length`; an empty tensor has none."""
     return flat.split(length) if len(flat) else ()
 
 
-def _name(tensor: torch.Tensor) -> str:
+def _name(
+    tensor: torch.Tensor,  # any shape
+) -> str:
+    """Return the name of a tensor's dtype without its module: `"float32"`."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -39,7 +39,7 @@ _LINE, _LABEL, _REASON = 64, 80, 648  # bytes of a cache line, a label and a rea
 
 @cache
 def _call() -> Callable[..., int]:
-    """The C library's `syscall`, looked up when it is first needed: Windows has none."""
+    """Return the C library's `syscall`, looked up when it is first needed: Windows has none."""
     return ctypes.CDLL(None, use_errno=True).syscall
 
 
@@ -78,19 +78,29 @@ class State(ctypes.Structure):
     """
 
     _fields_ = (
-        ("cookie", ctypes.c_uint8 * COOKIE), ("broken", Word), ("stopped", Word), ("stopped_at", ctypes.c_uint64 * 2),
-        ("left", Word), ("reason", ctypes.c_char * _REASON),
-    )  # fmt: skip
+        ("cookie", ctypes.c_uint8 * COOKIE),
+        ("broken", Word),
+        ("stopped", Word),
+        ("stopped_at", ctypes.c_uint64 * 2),
+        ("has_left", Word),
+        ("reason", ctypes.c_char * _REASON),
+    )
 
 
 class Slot(ctypes.Structure):
     """What a rank says of a slot: `ready` and what it holds, `done`, `summed`. Each begins a cache line."""
 
     _fields_ = (
-        ("ready", Word), ("place", Place), ("claim", Claim),
-        ("done", Word), ("_done", ctypes.c_uint8 * (_LINE - 8)),
-        ("summed", Word), ("_summed", ctypes.c_uint8 * (_LINE - 8)),
-    )  # fmt: skip
+        # the first two cache lines: 8 + 24 + 96 bytes
+        ("ready", Word),
+        ("place", Place),
+        ("claim", Claim),
+        # a cache line each: 8 bytes, and as many as fill it
+        ("done", Word),
+        ("_done", ctypes.c_uint8 * (_LINE - 8)),
+        ("summed", Word),
+        ("_summed", ctypes.c_uint8 * (_LINE - 8)),
+    )
 
 
 class Words:
@@ -123,9 +133,14 @@ class Slots:
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, remedy: str = _NEW_GROUP) -> None:
-        self.rank, self.ranks, self.count = group.rank(), group.size(), count
-        self.sequence, self.epoch, self._over = 0, 1, 0  # `_over`: the last epoch in which this rank has stopped
-        self._patience_s, self._remedy = compat.seconds_before_giving_up(group), remedy
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self.count = count
+        self.sequence = 0  # the number of the operation that this rank published last
+        self.epoch = 1  # how often all ranks have begun
+        self._over = 0  # the last epoch in which this rank has stopped
+        self._patience_s = compat.seconds_before_giving_up(group)
+        self._remedy = remedy
         memory = PeerMemory(group, ctypes.sizeof(State) + count * ctypes.sizeof(Slot))
         self.arena, self._arenas = memory.own, memory.arenas
         # this rank, then the next ones: ranks do not all read the same owner at once
@@ -144,6 +159,7 @@ class Slots:
         self.check()
         number = self.sequence + 1
         self.await_read(number - self.count)
+        # Only noted: `publish` takes the number, so whatever is interrupted before that can be claimed again.
         self._claimed[number % self.count] = Claim(number, nbytes, label.encode()[:_LABEL])
         return number
 
@@ -154,7 +170,11 @@ class Slots:
         except OSError as error:
             self._no_memory(f"{nbytes} bytes to share for {label or 'an operation'}", error)
 
-    def publish(self, number: int, source: torch.Tensor) -> None:
+    def publish(
+        self,
+        number: int,
+        source: torch.Tensor,  # [bytes] (uint8), in this rank's arena
+    ) -> None:
         """Let peers read `source`, which lies in the arena, as operation `number`."""
         slot = number % self.count
         with self.unrepeatable("telling its peers of an operation"):
@@ -165,7 +185,7 @@ class Slots:
             words.slots[slot].place = place or _NOWHERE
             words.slots[slot].claim = self._claimed[slot]
             self.sequence = number
-            words.ready[slot].raise_to(number)
+            words.ready[slot].raise_to(number)  # last: who sees this number sees what was written before it
 
     def await_read(self, number: int) -> None:
         """Return once every peer is done with operation `number`."""
@@ -197,12 +217,13 @@ class Slots:
         """Return where operation `number` of `peer` lies, once it has published it; errors as those of `read`."""
         slot = number % self.count
         self._await(self._words[peer].ready[slot], number, peer, "write")
-        published, ours = self._words[peer].slots[slot], self._claimed[slot]
-        theirs = published.claim
-        if bytes(theirs) != bytes(ours):
+        published = self._words[peer].slots[slot]
+        claim, claim_of_peer = self._claimed[slot], published.claim
+        if bytes(claim_of_peer) != bytes(claim):
             self._fail(
-                f"ranks are out of step: as operation {number} rank {self.rank} runs {ours.label or 'one'}"
-                f" ({ours.nbytes} bytes), rank {peer} runs {theirs.label or 'another'} ({theirs.nbytes} bytes); every"
+                f"ranks are out of step: as operation {number} rank {self.rank} runs {claim.label or 'one'}"
+                f" ({claim.nbytes} bytes), rank {peer} runs {claim_of_peer.label or 'another'}"
+                f" ({claim_of_peer.nbytes} bytes); every"
                 " rank must run the same units in the same order, so look for one that is skipped on some ranks"
             )
         return published.place
@@ -253,29 +274,36 @@ class Slots:
         No operation of before can be completed then. Who has one to read may do so first; who waits for one that this
         rank has not published is told. A wait that is interrupted here can be tried again.
         """
-        own, self._over = self._words[self.rank], self.epoch
-        for word in own.done:
+        words_of_this_rank = self._words[self.rank]
+        self._over = self.epoch
+        for word in words_of_this_rank.done:  # it will read nothing of before
             word.raise_to(self.sequence)
-        own.state.stopped_at[self.epoch % 2] = self.sequence
-        own.stopped.raise_to(self.epoch)
+        words_of_this_rank.state.stopped_at[self.epoch % 2] = self.sequence
+        words_of_this_rank.stopped.raise_to(self.epoch)
         for peer, words in enumerate(self._words):
             if words.stopped.value < self.epoch:
                 self._sleep_until(words.stopped, self.epoch, peer, "begin anew", lambda: None)
+        # Ranks stopped at 7 and at 9: all go on with operation 10, as if 8 and 9 were over on every rank.
         last = max(words.state.stopped_at[self.epoch % 2] for words in self._words)
-        for word in (*own.ready, *own.done, *own.summed):
+        for word in (*words_of_this_rank.ready, *words_of_this_rank.done, *words_of_this_rank.summed):
             word.raise_to(last)
-        own.state.reason = b""
-        self.sequence, self.epoch = last, self.epoch + 1
+        words_of_this_rank.state.reason = b""
+        self.sequence = last
+        self.epoch += 1
 
     def _await(self, word: Word, number: int, peer: int, what: str) -> None:
         """Return once a word of `peer` is `number`; raise where it never will be."""
         if word.value >= number:
             return
-        words, label = self._words[peer], self._claimed[number % self.count].label
-        what = f"{what} operation {number}" + (f" ({label})" if label else "")
+        words = self._words[peer]
+        what = f"{what} operation {number}"
+        label = self._claimed[number % self.count].label
+        if label:
+            what = f"{what} ({label})"
 
         def check() -> None:
             self.check()
+            # `word` is read again, last: the peer may have raised it since, and may then well have gone on.
             if words.done[number % self.count].value >= number > word.value:
                 raise GivenUp(
                     f"rank {self.rank} waits for rank {peer} to {what}, but rank {peer} has dropped it; every rank must"
@@ -296,14 +324,16 @@ class Slots:
         while (seen := word.value) < number:
             check()
             word.sleep(seen)
-            if word.value < number and (gone := self._how_gone(peer)) and word.value < number:
-                self._fail(f"{waited}, but rank {peer} {gone}")
+            if word.value < number:
+                gone = self._how_gone(peer)
+                if gone and word.value < number:  # it may have raised the word just before it ended
+                    self._fail(f"{waited}, but rank {peer} {gone}")
             if time.monotonic() > deadline:
                 self._fail(f"{waited}; after {self._patience_s:.0f} s rank {peer} lives but has not come to it")
 
     def _how_gone(self, peer: int) -> str:
         """Return what became of `peer` and what to do; "" while it may still come."""
-        if self._words[peer].state.left.value:
+        if self._words[peer].state.has_left.value:
             return (
                 "has ended normally: it ran fewer steps or batches than this rank; give every rank as many"
                 " (DistributedSampler does), or stop all ranks when one has no more; sys.exit ends a rank so too"
@@ -313,6 +343,7 @@ class Slots:
         return ""
 
     def _no_memory(self, what: str, error: OSError) -> NoReturn:
+        """Break the slots: this rank has no memory for what its peers wait for."""
         self._fail(
             f"rank {self.rank} got no memory {what} ({error}): raise the limits of the process (ulimit -f, -v) or of"
             " its container, or use transport='gloo' on every rank",
@@ -320,6 +351,7 @@ class Slots:
         )
 
     def _fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Break the slots for all ranks, and raise `reason` here."""
         self._break(reason)
         raise RuntimeError(reason) from cause
 
@@ -331,10 +363,10 @@ class Slots:
             words.broken.raise_to(self.epoch)
 
 
-def _leave(own: State) -> None:
+def _leave(state: State) -> None:
     """Tell peers that this rank has left in good order: no exception ends its process."""
     if sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
-        own.left.raise_to(1)
+        state.has_left.raise_to(1)
 
 
 class Buffers:

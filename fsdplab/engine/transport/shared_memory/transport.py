@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, missing, pack, unpack_from
-from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, pack, pack_part, unpack_from
+from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport, Unseen
 from fsdplab.engine.transport.gloo import announce
@@ -57,22 +57,26 @@ class Operation:
     def __init__(self, slots: Slots, nbytes: int, kind: str, unit: str, departure: Departure) -> None:
         self.name = f"{kind} of {unit}"  # in errors; all ranks must give it the same
         self.number = slots.claim(nbytes, self.name)
-        self.steps: list[Step] = []
-        self.kept = 0  # steps that `advance` leaves to `complete`
-        self._slots, self._epoch = slots, slots.epoch
-        self._span, self._unit, self._departure = _COMPLETES.get(kind, kind), unit, departure
+        self.steps: list[Step] = []  # that are to come; each is removed once it is done
+        self.steps_for_wait = 0  # how many of the last steps `advance` leaves to `complete`
+        self._slots = slots
+        self._epoch = slots.epoch  # in another one it cannot be completed any more
+        self._span = _COMPLETES.get(kind, kind)
+        self._unit = unit
+        self._departure = departure
         self._waited_ns = 0
-        self._published = self._complete = False
-        self._lost: GivenUp | None = None
+        self._published = False
+        self._complete = False
+        self._lost: GivenUp | None = None  # raised again where somebody waits again
 
     def leave(self) -> None:
-        """It is published next."""
+        """Note that it is published next."""
         self._published = True
         self._departure.leave()
 
     def advance(self) -> None:
         """Run the steps that peers wait for."""
-        self._go_on(self.kept, f"{self._span}_sum")
+        self._go_on(self.steps_for_wait, f"{self._span}_sum")
 
     def complete(self) -> None:
         """Run what is left of the steps, then let the peers go on; nothing happens the second time."""
@@ -93,15 +97,15 @@ class Operation:
         if self._published:
             self._slots.done(self.number)
 
-    def _go_on(self, left: int, span: str) -> int:
-        """Run all but the last `left` steps; return the time (ns) at which they were done."""
+    def _go_on(self, until: int, span: str) -> int:
+        """Run steps until `until` of them are to come; return the time (ns) at which they were done."""
         awaited = time.time_ns()
         with events.span(span, self._unit):
             self._check()
             try:
-                while len(self.steps) > left:
+                while len(self.steps) > until:
                     self._run(self.steps[0])
-            except GivenUp as error:
+            except GivenUp as error:  # by a peer: nobody can complete it, so this rank is done with it too
                 self._lost = error
                 self._slots.done(self.number)
                 raise
@@ -132,7 +136,11 @@ class PendingOperation(Pending):
 
     __slots__ = ("_operation",)
 
-    def __init__(self, operation: Operation, source: torch.Tensor) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        source: torch.Tensor,  # [bytes] (uint8), what peers read
+    ) -> None:
         super().__init__(operation.arrive, source, early=operation.advance, on_drop=operation.give_up)
         self._operation = operation
 
@@ -192,13 +200,19 @@ class Operations:
         return staging.get(staging.turn, nbytes, name)
 
     def publish(
-        self, operation: Operation, source: torch.Tensor, staging: Staging | None, steps: Sequence[Step], kept: int = 0
+        self,
+        operation: Operation,
+        source: torch.Tensor,  # [bytes] (uint8), a buffer of `staging` or memory of the arena
+        staging: Staging | None,  # None: peers read memory that is no buffer
+        steps: Sequence[Step],
+        steps_for_wait: int = 0,  # how many of the last steps must not be done early
     ) -> Pending:
-        """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
-        operation on this rank: all but the last `kept` may be done early. Where its slot is needed it is completed
-        sooner, and whoever waits later finds it done.
+        """Let peers read `source`; return what to wait for, which runs `steps` to complete the operation on this rank.
+
+        Where its slot is needed it is completed sooner, and whoever waits later finds it done.
         """
-        operation.steps, operation.kept = list(steps), kept
+        operation.steps = list(steps)
+        operation.steps_for_wait = steps_for_wait
         pending = PendingOperation(operation, source)
         with self.slots.unrepeatable(f"telling its peers of {operation.name}"):
             self._live[operation.number] = pending
@@ -248,7 +262,13 @@ class PendingReduction:
     buffer: torch.Tensor
     stride: int
 
-    def part(self, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
+    def part(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), of rank `owner`
+        owner: int,
+        reader: int,
+        like: torch.Tensor,  # [elements], of the length and dtype of the part
+    ) -> torch.Tensor:
         """Return what `owner` wrote into its `buffer` for `reader`.
 
         A buffer has no part for its owner: on 3 ranks that of rank 1 has those of ranks 0 and 2.
@@ -259,7 +279,11 @@ class PendingReduction:
         first = index * self.stride
         return buffer[first : first + like.nbytes].view(like.dtype)
 
-    def last(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), of any rank
+        like: torch.Tensor,  # [elements], of the length and dtype of the sum
+    ) -> torch.Tensor:
         """Return what an owner put behind the parts of its `buffer`: its sum."""
         return buffer[-self.stride :][: like.nbytes].view(like.dtype)
 
@@ -271,7 +295,8 @@ class SharedTransport(Transport):
         super().__init__(group)
         self._operations = Operations(group)
         self._slots = self._operations.slots
-        self._gathers, self._reductions = (self._operations.staging(_BUFFERS) for _ in range(2))
+        self._gathers = self._operations.staging(_BUFFERS)
+        self._reductions = self._operations.staging(_BUFFERS)
         self._exchanges = self._operations.staging(_BUFFERS + 1)  # an all-reduce ends one unit later than it sums
         self._flags = self._operations.staging(_BUFFERS)
         self._announced = compat.silent_group(self.rank, self.ranks)
@@ -282,7 +307,7 @@ class SharedTransport(Transport):
         self._reductions.announce()
 
     def storage(self, device: torch.device) -> ShardStorage:
-        """Memory that peers read in place."""
+        """Return memory that peers read in place."""
         return self._operations.storage
 
     def await_peers(self) -> None:
@@ -297,17 +322,23 @@ class SharedTransport(Transport):
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
 
-    def largest(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return the largest of all ranks' `flags`, [units] (uint8)."""
+    def largest(
+        self,
+        flags: torch.Tensor,  # [units] (uint8), reduced in place
+    ) -> torch.Tensor:
+        """Return the largest of all ranks' `flags`."""
         operation = self._operations.claim(flags.nbytes, "comparison", "shards", Unseen())
-        published = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
+        published = self._operations.stage(self._flags, flags.nbytes, operation.name)
+        published.copy_(flags)
         peers = [peer for peer in self._slots.nearest_first if peer != self.rank]
 
-        def read() -> None:
+        def read() -> None:  # repeatable, though in place: the largest stays the largest
             for peer in peers:
-                torch.maximum(flags, self._slots.read(peer, operation.number, flags.nbytes), out=flags)
+                theirs = self._slots.read(peer, operation.number, flags.nbytes)
+                torch.maximum(flags, theirs, out=flags)
 
-        self._operations.publish(operation, published, self._flags, [Step(read)]).wait()
+        pending = self._operations.publish(operation, published, self._flags, [Step(read)])
+        pending.wait()
         return flags
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
@@ -315,11 +346,12 @@ class SharedTransport(Transport):
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
-        layout, nbytes = whole.layout, shard.nbytes
+        layout = whole.layout
+        nbytes = shard.nbytes
         whole.tensor  # noqa: B018 - takes its memory
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
         staging = None  # peers read the shard where it rests
-        if shard.resident is None or nbytes == 0:
+        if shard.resident is None or nbytes == 0:  # a shard without bytes lies nowhere
             staging = self._gathers
         with events.span("all_gather", label.unit):
             operation = self._operations.claim(nbytes, "all_gather", label.unit, departure)
@@ -330,7 +362,9 @@ class SharedTransport(Transport):
 
         def read() -> None:
             for peer in self._slots.nearest_first:
-                part = source if peer == self.rank else self._slots.read(peer, number, nbytes)
+                part = source
+                if peer != self.rank:
+                    part = self._slots.read(peer, number, nbytes)
                 unpack_from(peer, part, whole)
 
         return self._operations.publish(operation, source, staging, [Step(read)])
@@ -347,56 +381,88 @@ class SharedTransport(Transport):
         return source
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, average this rank's shard over the ranks."""
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
 
-        def write(peer: int, target: torch.Tensor) -> None:
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [shard elements], written in place
+        ) -> None:
             pack_part(layout, gradients, peer, target)
             average.mark(target)
 
         def shown() -> tuple[torch.Tensor, torch.Tensor]:
             return _reduce_buffers(layout, gradients, output)
 
-        return self._reduce("reduce_scatter", label, departure, write, [output] * self.ranks, average, shown)
+        # Parts of every rank are as long as this rank's, and only this rank's is written: so one tensor stands for all.
+        parts = [output] * self.ranks
+        return self._reduce("reduce_scatter", label, departure, write, parts, average, shown)
 
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], averaged in place
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
         after: Pending | None = None,
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
-        pieces = buffer.tensor_split(self.ranks)
+        pieces = buffer.tensor_split(self.ranks)  # of 7 elements on 3 ranks: 3, 2 and 2
 
-        def write(peer: int, target: torch.Tensor) -> None:
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [elements of the part of `peer`], written in place
+        ) -> None:
             if peer != self.rank:  # this rank's own part is where its sum will be
                 target.copy_(pieces[peer])
 
-        return self._all_reduce(write, buffer, label, self._parts(buffer, average)[self.rank], padding)
+        average_of_part = self._parts(buffer, average)[self.rank]
+        return self._all_reduce(write, buffer, label, average_of_part, padding)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], one shard being everything here
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
-        """As `pack` and `all_reduce`, in one pass over the gradients."""
-        firsts, parts = _firsts(output, self.ranks), self._parts(output, average)
+        """Do as `pack` and `all_reduce`, in one pass over the gradients."""
+        firsts = _firsts(output, self.ranks)
+        averages = self._parts(output, average)
 
-        def write(peer: int, target: torch.Tensor) -> None:
-            pack_part(layout, gradients, 0, target, firsts[peer])
-            parts[peer].mark(target)
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [elements of the part of `peer`], written in place
+        ) -> None:
+            pack_part(layout, gradients, 0, target, firsts[peer])  # of the only shard, that of rank 0
+            averages[peer].mark(target)
 
-        return self._all_reduce(write, output, label, parts[self.rank], layout.padding_bytes)
+        return self._all_reduce(write, output, label, averages[self.rank], layout.padding_bytes)
 
-    def _parts(self, buffer: torch.Tensor, average: Average) -> list[Average]:
+    def _parts(
+        self,
+        buffer: torch.Tensor,  # [elements]
+        average: Average,
+    ) -> list[Average]:
         """Return how each rank averages the part of `buffer` that it sums."""
-        bounds = [*_firsts(buffer, self.ranks), buffer.numel()]
+        bounds = [*_firsts(buffer, self.ranks), buffer.numel()]  # of 7 elements on 3 ranks: 0, 3, 5, 7
         return [average.of_part(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def _all_reduce(
-        self, write: Write, buffer: torch.Tensor, label: CollectiveLabel, average: Average, padding: int
+        self,
+        write: Write,  # writes the part of a peer
+        buffer: torch.Tensor,  # [elements], where the average will be
+        label: CollectiveLabel,
+        average: Average,  # of this rank's part
+        padding: int,
     ) -> Pending:
         """Reduce-scatter and all-gather `buffer`, of which `write` publishes a peer's part."""
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
@@ -412,10 +478,10 @@ class SharedTransport(Transport):
         kind: str,
         label: CollectiveLabel,
         departure: Departure,
-        write: Write,
-        parts: Sequence[torch.Tensor],
+        write: Write,  # writes the part of a peer
+        parts: Sequence[torch.Tensor],  # [elements] each: what each rank sums; the sum of this rank is left in its own
         average: Average,
-        shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],  # output and source, for whoever watches
     ) -> Pending:
         """Publish every peer's part; on waiting, sum this rank's part as soon as all peers have published theirs.
 
@@ -424,9 +490,13 @@ class SharedTransport(Transport):
         this rank collects the sums of its peers.
         """
         is_all_reduce = kind == "all_reduce"
-        staging, count, span = self._reductions, self.ranks - 1, "post_backward_reduce"
+        staging = self._reductions
+        span = "post_backward_reduce"
+        count = self.ranks - 1  # parts in the buffer: one for each peer
         if is_all_reduce:
-            staging, count, span = self._exchanges, self.ranks, "all_reduce"
+            staging = self._exchanges
+            span = "all_reduce"
+            count = self.ranks  # and behind them the sum that this rank makes
         stride = parts[0].nbytes  # the first part is the longest
         with events.span(span, label.unit):
             operation = self._operations.claim(count * stride, kind, label.unit, departure)
@@ -444,13 +514,15 @@ class SharedTransport(Transport):
             Step(lambda: self._await_peers(sent)),
             Step(lambda: self._sum(sent, output, average), repeatable=False),
         ]
+        steps_for_wait = 0
         if is_all_reduce:
             steps.append(Step(lambda: self._share(sent, output)))
             steps.append(Step(lambda: self._collect(sent, parts)))
-        return self._operations.publish(operation, buffer, staging, steps, kept=1 if is_all_reduce else 0)
+            steps_for_wait = 1  # the last: it waits for the sums of peers
+        return self._operations.publish(operation, buffer, staging, steps, steps_for_wait)
 
     def _read(self, sent: PendingReduction, peer: int) -> torch.Tensor:
-        """Return the buffer of a peer."""
+        """Return the buffer of a peer, [bytes] (uint8)."""
         return self._slots.read(peer, sent.number, sent.buffer.nbytes)
 
     def _await_peers(self, sent: PendingReduction) -> None:
@@ -458,7 +530,12 @@ class SharedTransport(Transport):
         for peer in self._slots.nearest_first:
             self._slots.await_written(peer, sent.number)
 
-    def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
+    def _sum(
+        self,
+        sent: PendingReduction,
+        output: torch.Tensor,  # [elements of this rank's part]
+        average: Average,
+    ) -> None:
         """Turn `output`, which holds this rank's own part, into the average over all ranks, summed in rank order.
 
         The sum begins with `output`, in place. That is in rank order too: the sum of the ranks before this one, plus
@@ -471,17 +548,26 @@ class SharedTransport(Transport):
                 part = sent.part(self._read(sent, peer), peer, self.rank, output)
             parts.append(part)
         before = parts[: self.rank]
-        if len(before) > 1:
+        after = parts[self.rank + 1 :]
+        if len(before) > 1:  # rank 2 of 4 adds the sum of 0 and 1 to its own part, then 3
             wide = torch.promote_types(output.dtype, torch.float32)
             before = [sum(before[1:], start=before[0].to(wide))]
-        average.sum_up([output, *before, *parts[self.rank + 1 :]], output)
+        average.sum_up([output, *before, *after], output)
 
-    def _share(self, sent: PendingReduction, total: torch.Tensor) -> None:
+    def _share(
+        self,
+        sent: PendingReduction,
+        total: torch.Tensor,  # [elements of this rank's part]
+    ) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
         sent.last(sent.buffer, total).copy_(total)
         self._slots.summed(sent.number)
 
-    def _collect(self, sent: PendingReduction, parts: Sequence[torch.Tensor]) -> None:
+    def _collect(
+        self,
+        sent: PendingReduction,
+        parts: Sequence[torch.Tensor],  # [elements] each, one a rank; those of peers are written
+    ) -> None:
         """Copy the sums of all peers into their places."""
         for peer in self._slots.nearest_first:
             if peer != self.rank:
@@ -495,54 +581,20 @@ def _gather_buffers(shard: SendShard, ranks: int) -> tuple[torch.Tensor, torch.T
     return source.new_empty(ranks * source.numel()), source
 
 
-def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_buffers(
+    layout: Layout,
+    gradients: Gradients,  # [rows, *others] each, whole; None: missing
+    output: torch.Tensor,  # [shard elements], for its dtype and length
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flat output and source that a reduce-scatter would have."""
     source = output.new_empty(layout.ranks * output.numel())
     pack(layout, gradients, source)
     return torch.empty_like(output), source
 
 
-def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
+def _firsts(
+    buffer: torch.Tensor,  # [elements]
+    ranks: int,
+) -> list[int]:
     """Return the number of elements before each rank's part of `buffer`."""
     return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
-
-
-# ---- gradients packed for one peer at a time: no buffer holds the shards of all ranks
-
-
-def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, first: int = 0) -> None:
-    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
-    `target`. Padding becomes zeros, None negative zeros.
-    """
-    size = target.element_size()
-    columns: list[torch.Tensor] = []  # what one kernel writes end to end
-    for slot, gradient in zip(layout.slots, gradients, strict=True):
-        begin = slot.offset // size - first  # of the slot in `target`
-        length = slot.chunk_bytes // size
-        low, high = max(0, -begin), min(length, len(target) - begin)  # what of the slot lies in `target`
-        if low < high:
-            columns += _columns(slot, gradient, rank, slice(low, high), target)
-    if len({column.dtype for column in columns}) > 1:
-        columns = [column.to(target.dtype) for column in columns]
-    if columns:
-        torch._chunk_cat(columns, dim=0, num_chunks=1, out=target.view(1, -1))
-
-
-def _columns(
-    slot: Slot, gradient: torch.Tensor | None, rank: int, part: slice, like: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return the elements `part` of what the shard of `rank` holds of one gradient, with the padding behind it."""
-    if gradient is None:
-        return [missing(like).expand(part.stop - part.start)]
-    start, stop = slot.span(rank)
-    rows = gradient[start:stop]
-    filled = rows.numel()
-    if part.start or part.stop < filled:
-        rows = rows.reshape(-1)[part]
-    columns = []
-    if rows.numel():
-        columns.append(rows)
-    padding = part.stop - max(part.start, filled)
-    if padding > 0:
-        columns.append(like.new_zeros(padding))
-    return columns

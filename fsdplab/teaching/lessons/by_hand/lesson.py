@@ -26,28 +26,41 @@ MODEL, FLOAT = "gpt-tiny", 4  # bytes
 
 
 def way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
-    """One way of training, as the ranks take it: a kind of `on_ranks.py`, its name in tables, and what it needs."""
+    """Return one way of training, as the ranks take it.
+
+    `kind` is one of `on_ranks.py`, `name` stands in tables, and `needs` is what the kind needs.
+    """
     return {"kind": kind, "name": name, "optimizer": optimizer, "steps": steps, **needs}
 
 
 @doing("training the tiny GPT in several ways, and the twin beside each")
 def trained(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list[Run]:
-    """Train in every way in one launch, on the same ranks; one Run a way."""
+    """Train in every way in one launch, on the same ranks; return one Run a way."""
     by_rank = LessonRanks(__file__)("train", world_size, model=MODEL, steps=steps, ways=list(ways))
-    return [_run(way["name"], [results[index] for results in by_rank]) for index, way in enumerate(ways)]
+    runs = []
+    for index, way in enumerate(ways):
+        runs.append(_run(way["name"], [results[index] for results in by_rank]))
+    return runs
 
 
 def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
-    """What rank 0 saw, and where ranks differ what all saw."""
-    first = by_rank[0]
-    return Run(**{key: value for key, value in first.items() if key != "losses"} | {
-        "name": name,
-        "losses_by_rank": [result["losses"] for result in by_rank],
-        "differing": [*dict.fromkeys(each for result in by_rank for each in result["differing"])],
-        "largest": max(result["largest"] for result in by_rank),
-        "calls": [Call(*call) for call in first["calls"]],
-        "moments": tuple(result["moments"] for result in by_rank),
-    })  # fmt: skip
+    """Return what rank 0 saw, and where ranks differ what all saw."""
+    values = dict(by_rank[0])
+    del values["losses"]  # each rank has its own
+    values["calls"] = [Call(*call) for call in values["calls"]]
+    differing: dict[str, None] = {}  # names in order, each once
+    for result in by_rank:
+        differing.update(dict.fromkeys(result["differing"]))
+    return Run(
+        **{
+            **values,
+            "name": name,
+            "losses_by_rank": [result["losses"] for result in by_rank],
+            "differing": list(differing),
+            "largest": max(result["largest"] for result in by_rank),
+            "moments": tuple(result["moments"] for result in by_rank),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -77,32 +90,32 @@ class Run:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The mean over ranks, step by step."""
+        """Return the mean over ranks, step by step."""
         return tuple(fmean(step) for step in zip(*self.losses_by_rank, strict=True))
 
     @property
     def payload(self) -> int:
-        """P: the bytes of all parameters."""
+        """Return P: the bytes of all parameters."""
         return FLOAT * self.elements
 
     @property
     def collectives(self) -> int:
-        """Collectives of one step on one rank."""
+        """Return the collectives of one step on one rank."""
         return self.lab[0] or len(self.calls)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one rank sends in one step."""
+        """Return the bytes that one rank sends in one step."""
         return self.lab[1] or round(sum(bytes_sent(call, self.ranks) for call in self.calls))
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of Adam's moments on the rank that has most."""
+        """Return the bytes of Adam's moments on the rank that has most."""
         return max(self.moments)
 
     @property
     def verdict(self) -> str:
-        """`"equal in every bit"`, or how many parameters differ and by how much."""
+        """Return `"equal in every bit"`, or how many parameters differ and by how much."""
         if not self.differing:
             return "equal in every bit"
         return f"{len(self.differing)} of {self.parameters} differ, by {self.largest:.1e} at most"
@@ -122,23 +135,33 @@ class Runs(HasTable):
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of Adam's moments on a rank of the first run, the learner's."""
+        """Return the bytes of Adam's moments on a rank of the first run, the learner's."""
         return self.runs[0].moment_bytes
 
     def table(self) -> Table:
-        """Losses of the first and last step, parameters beside the twin's,
-        and one step's messages beside the formula.
+        """Return losses of the first and last step, parameters beside the twin's, and one step's messages.
+
+        The formula's bytes stand in the caption.
         """
-        twin, first = self.runs[0].twin_losses, self.runs[0]
+        first = self.runs[0]
+        twin = first.twin_losses
         expected = 2 * first.payload * (first.ranks - 1) // first.ranks
         rows = [["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * first.payload:,}"]]
         for run in self.runs:
-            # torch's DDP sends from C++, where nothing counts
-            counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.collectives else [MISSING, MISSING]
-            ends = [f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"]
-            rows.append([run.name, *ends, run.verdict, *counts, f"{run.moment_bytes:,}"])
-        losses = ["loss, step 1", f"loss, step {len(twin)}"]
-        header = ["", *losses, "parameters beside the twin's", "messages a step", "bytes sent", "moment bytes"]
+            messages, nbytes = MISSING, MISSING  # torch's DDP sends from C++, where nothing counts
+            if run.collectives:
+                messages, nbytes = f"{run.collectives}", f"{run.bytes_sent:,}"
+            first_loss, last_loss = f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"
+            rows.append([run.name, first_loss, last_loss, run.verdict, messages, nbytes, f"{run.moment_bytes:,}"])
+        header = [
+            "",
+            "loss, step 1",
+            f"loss, step {len(twin)}",
+            "parameters beside the twin's",
+            "messages a step",
+            "bytes sent",
+            "moment bytes",
+        ]
         caption = (
             f"Measured on {first.ranks} real ranks, bytes on one of them. Formula of the bytes sent: 2 P (n-1)/n ="
             f" {expected:,}."
@@ -153,17 +176,18 @@ class Faulty:
     runs: tuple[Run, Run]
 
     def losses(self) -> Table:
-        """Loss by loss beside the twin's, for both optimizers."""
+        """Return loss by loss beside the twin's, for both optimizers."""
         adamw, sgd = self.runs
         last = len(adamw.losses) - 1
-        steps = sorted({0, 1, last // 2, last})
-        header = ["step", "AdamW: twin", "AdamW: this version", "SGD: twin", "SGD: this version"]
         columns = (adamw.twin_losses, adamw.losses, sgd.twin_losses, sgd.losses)
-        rows = [[step + 1, *(f"{losses[step]:.4f}" for losses in columns)] for step in steps]
+        rows = []
+        for step in sorted({0, 1, last // 2, last}):
+            rows.append([step + 1, *(f"{losses[step]:.4f}" for losses in columns)])
+        header = ["step", "AdamW: twin", "AdamW: this version", "SGD: twin", "SGD: this version"]
         return table(header, rows, f"Measured: mean loss over {adamw.ranks} real ranks.")
 
     def gradients(self) -> Table:
-        """The first step's gradients, grouped by how many times the twin's they are."""
+        """Return the first step's gradients, grouped by how many times the twin's they are."""
         groups: dict[str, list[str]] = {}
         for name, ratio in self.runs[0].ratios.items():
             groups.setdefault(f"{ratio:.2f}", []).append(name)
@@ -173,10 +197,15 @@ class Faulty:
 
 
 def _some(names: list[str], most: int = 9) -> str:
-    """Names of the model's outside and of block 0; the other blocks repeat them."""
-    outside = [name for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")]
-    shown = [name.removeprefix("blocks.") for name in outside]
-    return ", ".join(shown[:most]) + (" ..." if len(names) > most else "")
+    """Return names of the model's outside and of block 0; the other blocks repeat them."""
+    shown = []
+    for name in names:
+        if not name.startswith("blocks.") or name.startswith("blocks.0."):
+            shown.append(name.removeprefix("blocks."))
+    text = ", ".join(shown[:most])
+    if len(names) > most:
+        text = f"{text} ..."
+    return text
 
 
 # ---- backward, gradient by gradient
@@ -188,43 +217,58 @@ ORDER = "gradients ready so far, from the head to the embeddings"
 
 
 def bucket_figure(runs: Sequence[Run]) -> go.Figure:
-    """Bytes of gradients ready, and bytes sent by each run, after every gradient of one backward."""
-    one, many = runs[0], [run for run in runs if run.sent]
-    sent = [_steps(f"sent: {run.name}", (*run.sent, run.payload), colour) for run, colour in zip(many, SENT)]
+    """Draw the bytes of gradients ready, and the bytes sent by each run, after every gradient of one backward.
+
+    The ready bytes are those of the first run. A run that counts nothing, as torch's DDP, has no line.
+    """
+    one = runs[0]
+    gradients, most = len(one.ready), one.ready[-1] / KB
+    # one place more than gradients: what is sent after backward
     ready = _steps("ready", (*one.ready, one.ready[-1]), READY)
     ready.update(stackgroup="ready", fillcolor=READY, line=dict(width=0))  # filled, to stand behind the others
-    figure = go.Figure([ready, *sent])
+    figure = go.Figure([ready])
+    senders = [run for run in runs if run.sent]
+    for run, colour in zip(senders, SENT):
+        figure.add_trace(_steps(f"sent: {run.name}", (*run.sent, run.payload), colour))
     figure.add_annotation(
-        x=len(one.ready) + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
+        x=gradients + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
     )
-    figure.update_xaxes(title=ORDER, range=[0, len(one.ready) + 2])
-    figure.update_yaxes(title="kB", range=[0, 1.12 * one.ready[-1] / KB])
-    words = "; ".join(f"{run.name} {plural(run.collectives, 'message')}" for run in many)
-    last = many[-1]
-    left = last.payload - last.sent[-1]
-    rest = size(left) if left else "nothing"
-    title = f"{last.collectives} messages instead of {many[0].collectives}; {rest} left after backward"
+    figure.update_xaxes(title=ORDER, range=[0, gradients + 2])
+    figure.update_yaxes(title="kB", range=[0, 1.12 * most])
+
+    first, last = senders[0], senders[-1]
+    unsent = last.payload - last.sent[-1]
+    rest = size(unsent) if unsent else "nothing"
+    title = f"{last.collectives} messages instead of {first.collectives}; {rest} left after backward"
     subtitle = f"Measured on {one.ranks} CPU ranks, one backward; {size(one.payload)} of gradients"
-    alt = f"Staircases of bytes over the gradients of one backward. {words}. {title}."
+    messages = [f"{run.name} {plural(run.collectives, 'message')}" for run in senders]
+    alt = f"Staircases of bytes over the gradients of one backward. {'; '.join(messages)}. {title}."
     return titled(figure, title, subtitle, alt, height=310)
 
 
 def gradient_figure(runs: Sequence[Run]) -> go.Figure:
-    """Bytes of gradients that one rank holds, before and after the hooks of every gradient in one backward."""
-    figure = go.Figure([_steps(run.name, run.held, colour, 0.5) for run, colour in zip(runs, HELD[1:])])
-    whole = runs[0].payload
+    """Draw the bytes of gradients that one rank holds, before and after the hooks of every gradient in one backward."""
+    figure = go.Figure()
+    for run, colour in zip(runs, HELD[1:]):
+        figure.add_trace(_steps(run.name, run.held, colour, 0.5))
+    first = runs[0]
+    whole = first.payload
     mark_level(figure, whole / KB, f"all gradients whole: {size(whole)}", "y", colour=HELD[0])
-    figure.update_xaxes(title=ORDER, range=[0, len(runs[0].held) / 2 + 0.5])
+    gradients = len(first.held) / 2  # two levels each
+    figure.update_xaxes(title=ORDER, range=[0, gradients + 0.5])
     figure.update_yaxes(title="gradients held by one rank (kB)", range=[0, 1.18 * whole / KB])
+
     peaks = [f"{run.name} {size(max(run.held))}" for run in runs]
     title = f"Most gradients held: {', '.join(peaks)}"
-    subtitle = f"Measured on {runs[0].ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
+    subtitle = f"Measured on {first.ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
     return titled(figure, title, subtitle, f"Gradient bytes held through one backward. {title}.", height=310)
 
 
 def _steps(name: str, levels: Sequence[int], colour: str, width: float = 1.0) -> go.Scatter:
-    """A staircase over the gradients; `width` 0.5 where there are two levels a gradient."""
-    places = [0, *(width * (index + 1) for index in range(len(levels)))]
-    heights = [0, *(level / KB for level in levels)]
+    """Return a staircase over the gradients; `width` 0.5 where there are two levels a gradient."""
+    places, heights = [0.0], [0.0]
+    for number, level in enumerate(levels, 1):
+        places.append(width * number)
+        heights.append(level / KB)
     hover = f"{name}: %{{y:.0f}} kB<extra></extra>"
     return line(name, colour, places, heights, line_shape="hv", hovertemplate=hover)

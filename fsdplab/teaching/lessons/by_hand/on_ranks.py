@@ -35,7 +35,7 @@ Way = dict[str, Any]
 
 
 def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
+    """Return AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=RATES[name], fused=True)
     return torch.optim.SGD(parameters, lr=RATES[name])
@@ -63,36 +63,50 @@ class Trainer:
     sent: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
-        """A step begins: nothing is ready, and nothing was sent."""
-        for each in (self.log.calls, self.held, self.ready, self.sent):
-            each.clear()
+        """Begin a step: nothing is ready, and nothing was sent."""
+        self.log.calls.clear()
+        self.held.clear()
+        self.ready.clear()
+        self.sent.clear()
 
     def step(self) -> None:
-        """The optimizer's step (the learner's own where there is one), then empty gradients."""
-        (self.update or self.optimizer.step)()
+        """Take the optimizer's step (the learner's own where there is one), then empty gradients."""
+        update = self.update or self.optimizer.step
+        update()
         self.optimizer.zero_grad()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, without the name of a wrapper."""
+        """Return the model's parameters by name, without the name of a wrapper."""
         return {name.removeprefix("module."): parameter for name, parameter in self.model.named_parameters()}
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Every parameter whole, as a plain tensor."""
-        plain = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return {name: own.full_tensor() if isinstance(own, DTensor) else own for name, own in plain.items()}
+        """Return every parameter whole, as a plain tensor."""
+        wholes = {}
+        for name, parameter in self.parameters.items():
+            value = parameter.detach()
+            wholes[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        return wholes
 
     def gradient_norms(self) -> dict[str, float]:
-        """The norm of every unsharded gradient that is there."""
-        found = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
-        return {name: float(grad.norm()) for name, grad in found.items() if not isinstance(grad, DTensor)}
+        """Return the norm of every unsharded gradient that is there."""
+        norms = {}
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, DTensor):
+                norms[name] = float(gradient.norm())
+        return norms
 
     def moment_bytes(self) -> int:
-        """Bytes of the optimizer's moments on this rank; its step counters, a number a tensor, are left out."""
-        kept = (value for state in self.optimizer.state.values() for name, value in state.items() if name != "step")
-        return sum(local_of(value).nbytes for value in kept if isinstance(value, Tensor))
+        """Return the bytes of the optimizer's moments on this rank; its step counters are left out."""
+        nbytes = 0
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor):
+                    nbytes += local_of(value).nbytes
+        return nbytes
 
     def after_each_gradient(self, call: Callable[[nn.Parameter], None]) -> None:
         """Call a function with each parameter whose gradient is ready, before functions that are added later."""
@@ -100,65 +114,74 @@ class Trainer:
             parameter.register_post_accumulate_grad_hook(call)
 
     def note_ready(self, parameter: nn.Parameter) -> None:
-        """Before the learner's functions: a gradient is ready, and whole."""
-        self.ready.append((self.ready[-1] if self.ready else 0) + parameter.nbytes)
+        """Note, before the learner's functions, that a gradient is ready, and whole."""
+        ready_before = self.ready[-1] if self.ready else 0
+        self.ready.append(ready_before + parameter.nbytes)
         self.held.append(self._gradient_bytes())
 
     def note_sent(self, parameter: nn.Parameter) -> None:
-        """After the learner's functions: what is held and sent now."""
+        """Note, after the learner's functions, what is held and sent now."""
         self.held.append(self._gradient_bytes())
         self.sent.append(sum(call.nbytes for call in self.log.calls))
 
     def _gradient_bytes(self) -> int:
-        """Bytes of gradients held now: whole ones and shards."""
-        owners = [*self.parameters.values(), *(mine for _, mine in self.pairs)]
+        """Return the bytes of gradients held now: whole ones and shards."""
+        owners = [*self.parameters.values(), *(rows for _, rows in self.pairs)]
         return sum(owner.grad.nbytes for owner in owners if owner.grad is not None)
 
 
 def hook(trainer: Trainer, way: Way) -> None:
-    """The learner's hook on every parameter."""
+    """Register the learner's hook on every parameter."""
     trainer.after_each_gradient(function_of(way["exercise"]))
 
 
 def finish(trainer: Trainer, way: Way) -> None:
-    """The learner's `function(model, *arguments)` (or the stub), and the `finish` that it returns after every
-    backward.
-    """
-    function = (stub_of if way["stub"] else function_of)(way["exercise"])
+    """Call the learner's `function(model, *arguments)` (or the stub), and after every backward what it returns."""
+    find_function = stub_of if way["stub"] else function_of
+    function = find_function(way["exercise"])
     trainer.reduce = function(trainer.model, *way["arguments"])
 
 
 def zero1(trainer: Trainer, way: Way) -> None:
-    """Backward to its end, then the learner's reduce_rows for every pair, then step_and_gather."""
+    """Run backward to its end, then call the learner's reduce_rows for every pair, then step_and_gather."""
     reduce_rows = _on_rows(trainer, way)
-    trainer.reduce = lambda: [reduce_rows(parameter, mine) for parameter, mine in trainer.pairs]
+
+    def reduce() -> None:
+        for parameter, rows in trainer.pairs:
+            reduce_rows(parameter, rows)
+
+    trainer.reduce = reduce
 
 
 def zero2(trainer: Trainer, way: Way) -> None:
-    """The same two functions; reduce_rows is called by a hook, as soon as a gradient is whole."""
+    """Use the same two functions; reduce_rows is called by a hook, as soon as a gradient is whole."""
     reduce_rows = _on_rows(trainer, way)
 
-    def reduce_into(mine: nn.Parameter, whole: Tensor) -> None:  # a hook must return None, whatever reduce_rows returns
-        reduce_rows(whole, mine)
+    def reduce_into(rows: nn.Parameter, whole: Tensor) -> None:  # a hook must return None, whatever reduce_rows returns
+        reduce_rows(whole, rows)
 
-    for parameter, mine in trainer.pairs:
-        parameter.register_post_accumulate_grad_hook(partial(reduce_into, mine))
+    for parameter, rows in trainer.pairs:
+        parameter.register_post_accumulate_grad_hook(partial(reduce_into, rows))
 
 
 def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
-    """Pairs (parameter, this rank's rows), an optimizer that knows the rows only, and the learner's reduce_rows."""
+    """Make pairs (parameter, this rank's rows) and an optimizer of the rows only; return the learner's reduce_rows."""
     rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
     for parameter in trainer.model.parameters():
         start, stop = rows_of(len(parameter), dist.get_rank(), dist.get_world_size())
         trainer.pairs.append((parameter, nn.Parameter(parameter.detach()[start:stop])))
-    trainer.optimizer = make_optimizer(way["optimizer"], [mine for _, mine in trainer.pairs])
+    trainer.optimizer = make_optimizer(way["optimizer"], [rows for _, rows in trainer.pairs])
     trainer.update = lambda: step_and_gather(trainer.pairs, trainer.optimizer)
     return reduce_rows
 
 
 BY_HAND: dict[str, Callable[[Trainer, Way], None]] = {
-    "alone": lambda trainer, way: None, "hook": hook, "finish": finish, "zero1": zero1, "zero2": zero2,
-}  # fmt: skip
+    "alone": lambda trainer, way: None,
+    "hook": hook,
+    "finish": finish,
+    "zero1": zero1,
+    "zero2": zero2,
+}
 LIBRARIES: dict[str, Callable[[nn.Module, Way], nn.Module]] = {
     "ddp": lambda model, way: DistributedDataParallel(model),
     "lab": lambda model, way: shard_model(model, way["strategy"]),
@@ -166,11 +189,13 @@ LIBRARIES: dict[str, Callable[[nn.Module, Way], nn.Module]] = {
 
 
 def trainer_of(model: nn.Module, way: Way, log: WireLog) -> Trainer:
-    """The trainer of a way; one by hand notes what is held and sent around the learner's functions."""
-    if kept := LIBRARIES.get(way["kind"]):
-        model = kept(model, way)
+    """Return the trainer of a way; one by hand notes what is held and sent around the learner's functions."""
+    wrap = LIBRARIES.get(way["kind"])
+    if wrap is not None:
+        model = wrap(model, way)
     trainer = Trainer(model, make_optimizer(way["optimizer"], list(model.parameters())), log)
-    if attach := BY_HAND.get(way["kind"]):
+    attach = BY_HAND.get(way["kind"])
+    if attach is not None:
         trainer.after_each_gradient(trainer.note_ready)
         attach(trainer, way)
         trainer.after_each_gradient(trainer.note_sent)
@@ -189,76 +214,98 @@ class Twin(NamedTuple):
 
 
 def batch(text: ByteText, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
+    """Return the batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
     return text.batch(step, rank, dist.get_world_size(), batch_size=2, sequence_length=32)
 
 
 def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin; what happened on this rank, by
-    way.
+    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin.
 
-    A way is a dict with `kind` (a name in BY_HAND or LIBRARIES), `optimizer`, `steps` (fewer than the twin's, or None)
-    and what the kind needs, such as the `exercise` whose function is in use.
+    Returns what happened on this rank, by way. A way is a dict with `kind` (a name in BY_HAND or LIBRARIES),
+    `optimizer`, `steps` (fewer than the twin's, or None) and what the kind needs, such as the `exercise` whose function
+    is in use.
     """
     open_course(workspace=payload["workspace"])
     text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
-    names = dict.fromkeys(way["optimizer"] for way in payload["ways"])
-    twins = {name: _twin(build_model(model), text, steps, name) for name in names}
+    twins: dict[str, Twin] = {}  # by optimizer
+    for way in payload["ways"]:
+        name = way["optimizer"]
+        if name not in twins:
+            twins[name] = _twin(build_model(model), text, steps, name)
     return [_train(build_model(model), way, text, steps, twins[way["optimizer"]]) for way in payload["ways"]]
 
 
 def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -> dict[str, Any]:
-    """One way, and how far it is from the twin; collectives and gradient bytes are those of the last step."""
+    """Train in one way, and return how far it is from the twin.
+
+    Collectives and gradient bytes are those of the last step.
+    """
     losses: list[float] = []
-    first: dict[str, float] = {}
+    first_norms: dict[str, float] = {}
     log = WireLog()
     trainer = trainer_of(model, way, log)
     with log:
         for step in range(way["steps"] or steps):
             trainer.begin()
-            with collectives() as lab:
+            with collectives() as of_the_lab:
                 loss = loss_of(trainer.model, *batch(text, step, dist.get_rank()))
                 loss.backward()
                 in_backward = len(log.calls)
                 trainer.reduce()
-                first = first or trainer.gradient_norms()
+                first_norms = first_norms or trainer.gradient_norms()
                 trainer.step()
             losses.append(loss.item())
+    ratios = {}
+    for name, norm in first_norms.items():
+        if twin.norms[name] > NOISE:
+            ratios[name] = norm / twin.norms[name]
     return {
-        "losses": losses, "twin_losses": twin.losses, "calls": [(call.kind, call.nbytes) for call in log.calls],
-        "calls_in_backward": in_backward, "moments": trainer.moment_bytes(),
-        "held": trainer.held, "ready": trainer.ready, "sent": trainer.sent,
-        "elements": sum(p.numel() for p in twin.model.parameters()), "parameters": len(twin.norms),
-        "ratios": {name: norm / twin.norms[name] for name, norm in first.items() if twin.norms[name] > NOISE},
-        "lab": (len(lab), sum(each.wire_bytes for each in lab)),
+        "losses": losses,
+        "twin_losses": twin.losses,
+        "calls": [(call.kind, call.nbytes) for call in log.calls],
+        "calls_in_backward": in_backward,
+        "moments": trainer.moment_bytes(),
+        "held": trainer.held,
+        "ready": trainer.ready,
+        "sent": trainer.sent,
+        "elements": sum(parameter.numel() for parameter in twin.model.parameters()),
+        "parameters": len(twin.norms),
+        "ratios": ratios,
+        "lab": (len(of_the_lab), sum(collective.wire_bytes for collective in of_the_lab)),
         **_distance(trainer.whole_parameters(), twin.model),
-    }  # fmt: skip
+    }
 
 
 def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:
-    """The parameters that differ from the twin's in any bit, by how much, and the difference between ranks."""
-    pairs = {name: (parameters[name], whole.detach()) for name, whole in twin.named_parameters()}
-    differing = [name for name, (own, whole) in pairs.items() if not torch.equal(own, whole)]
-    largest = max(float((own - whole).abs().max()) for own, whole in pairs.values())
-    return {"differing": differing, "largest": largest, "apart": max(_spread(own) for own, _ in pairs.values())}
+    """Return the parameters that differ from the twin's in any bit, by how much, and the difference between ranks."""
+    differing, distances, spreads = [], [], []
+    for name, twin_parameter in twin.named_parameters():
+        value, right = parameters[name], twin_parameter.detach()
+        if not torch.equal(value, right):
+            differing.append(name)
+        distances.append(float((value - right).abs().max()))
+        spreads.append(_spread(value))
+    return {"differing": differing, "largest": max(distances), "apart": max(spreads)}
 
 
-def _spread(own: Tensor) -> float:
-    """The largest difference between this tensor's values on any two ranks."""
-    high, low = own.clone(), own.clone()
+def _spread(value: Tensor) -> float:
+    """Return the largest difference between this tensor's values on any two ranks."""
+    high, low = value.clone(), value.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
     dist.all_reduce(low, dist.ReduceOp.MIN)
     return float((high - low).max())
 
 
 def _twin(model: nn.Module, text: ByteText, steps: int, optimizer: str) -> Twin:
+    """Train the unsharded twin on every rank's batch in turn."""
     losses: list[float] = []
     norms: dict[str, float] = {}
     update = make_optimizer(optimizer, list(model.parameters()))
     for step in range(steps):
         batches = [[batch(text, step, rank)] for rank in range(dist.get_world_size())]
         losses.append(replay_gradients(model, batches, loss_of))
-        norms = norms or {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}
+        if step == 0:
+            norms = {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}
         update.step()
         update.zero_grad()
     return Twin(model, losses, norms)

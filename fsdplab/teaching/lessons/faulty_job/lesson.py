@@ -41,7 +41,7 @@ class Fault:
     injected: str = ""
 
     def source(self) -> str:
-        """The job with the fault in it. ValueError where `line` does not stand in the job exactly once."""
+        """Return the job with the fault in it. ValueError where `line` does not stand in the job exactly once."""
         text = JOB.read_text(encoding="utf-8")
         if not self.line:
             return text
@@ -90,8 +90,13 @@ class Seen:
 
     @property
     def stopped(self) -> str:
-        """Why the job did not come to its end, or ""."""
-        return self.ended or next((each["stopped"] for each in self.ranks if each.get("stopped")), "")
+        """Return why the job did not come to its end, or ""."""
+        if self.ended:
+            return self.ended
+        for rank in self.ranks:
+            if rank.get("stopped"):
+                return str(rank["stopped"])
+        return ""
 
     def save(self, path: Path) -> None:
         """Write everything as compressed JSON."""
@@ -99,7 +104,7 @@ class Seen:
 
     @classmethod
     def load(cls, path: Path) -> Seen:
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         return cls(**json.loads(gzip.decompress(path.read_bytes())))
 
 
@@ -113,21 +118,24 @@ class Report:
 
 
 def reports(seen: Seen) -> list[Report]:
-    """All that the rules find, the likeliest cause first; nothing for a sound job."""
-    found = [rule(seen) for rule in (_unlike_calls, _not_finite, _seeds, _unwaited, _divisor, _masters, _held, _late)]
-    return [each for each in found if each is not None]
+    """Return all that the rules find, the likeliest cause first; nothing for a sound job."""
+    findings = []
+    for rule in (_unlike_calls, _not_finite, _seeds, _unwaited, _divisor, _masters, _held, _late):
+        report = rule(seen)
+        if report is not None:
+            findings.append(report)
+    return findings
 
 
 def of_record(record: RunRecord) -> Report | None:
-    """The report of a run that exceeds its emulated card."""
+    """Return the report of a run that exceeds its emulated card."""
     card, peak = record.summary.card, record.summary.peak_memory_bytes
     if card is None or not card.exceeded:
         return None
-    parts = sorted(peak.split.items(), key=lambda part: -part[1])[:2]
-    most = " and ".join(f"{name.replace('_', ' ')} ({size(int(nbytes))})" for name, nbytes in parts)
-    says = (
-        f"The peak of {size(int(known(peak.total)))} is over the card of {size(int(known(card.bytes)))}; most: {most}."
-    )
+    largest = sorted(peak.split.items(), key=lambda part: -part[1])[:2]
+    most = " and ".join(f"{name.replace('_', ' ')} ({size(int(nbytes))})" for name, nbytes in largest)
+    total, room = size(int(known(peak.total))), size(int(known(card.bytes)))
+    says = f"The peak of {total} is over the card of {room}; most: {most}."
     return Report("out of memory", says, "the record of the run")
 
 
@@ -135,43 +143,46 @@ def of_record(record: RunRecord) -> Report | None:
 
 
 def place_of_difference(calls: Sequence[Sequence[Row]]) -> int | None:
-    """The first place at which two ranks make calls that do not fit together; None where there is none."""
+    """Return the first place at which two ranks make calls that do not fit together; None where there is none."""
     for place in range(min(map(len, calls))):
-        if len({(each[place]["kind"], each[place]["nbytes"]) for each in calls}) > 1:
+        different = {(of_rank[place]["kind"], of_rank[place]["nbytes"]) for of_rank in calls}
+        if len(different) > 1:
             return place
     return None
 
 
 def _unlike_calls(seen: Seen) -> Report | None:
+    """Report calls that do not fit together, from a line that one rank alone reaches, or in another order."""
     place = place_of_difference(seen.calls)
     if place is None:
         return None
-    there = [each[place] for each in seen.calls]
-    told = "; ".join(
-        f"rank {rank} calls {call['kind']} of {size(call['nbytes'])} (line {call['line']})"
-        for rank, call in enumerate(there)
-    )
-    says = f"Call {place + 1} of the job, in step {there[0]['step']}: {told}."
-    for rank, call in enumerate(there):
-        elsewhere = {each["line"] for other, own in enumerate(seen.calls) if other != rank for each in own}
-        if call["line"] not in elsewhere:
-            says += f" Line {call['line']} was reached by rank {rank} alone."
+    at_place = [calls[place] for calls in seen.calls]
+    listed = []
+    for rank, call in enumerate(at_place):
+        listed.append(f"rank {rank} calls {call['kind']} of {size(call['nbytes'])} (line {call['line']})")
+    says = f"Call {place + 1} of the job, in step {at_place[0]['step']}: {'; '.join(listed)}."
+    lines_of_rank = [{call["line"] for call in calls} for calls in seen.calls]
+    for rank, call in enumerate(at_place):
+        others = lines_of_rank[:rank] + lines_of_rank[rank + 1 :]
+        if not any(call["line"] in lines for lines in others):
+            says = f"{says} Line {call['line']} was reached by rank {rank} alone."
             return Report("diverging branch", says, "the order of calls")
     return Report("mismatched order", f"{says} Both come from the same lines, in another order.", "the order of calls")
 
 
 def _not_finite(seen: Seen) -> Report | None:
-    bad = [
-        (call["number"], rank, call)
-        for rank, own in enumerate(seen.calls)
-        for call in own
-        if call["kind"] != "all_gather" and not call["finite"]
-    ]
+    """Report the first call to which a rank gives values that are not finite."""
+    bad = []  # (the call's number, rank, the call)
+    for rank, calls in enumerate(seen.calls):
+        for call in calls:
+            if call["kind"] != "all_gather" and not call["finite"]:
+                bad.append((call["number"], rank, call))
     if not bad:
         return None
-    number, rank, call = min(bad, key=lambda each: each[:2])
-    alone = sum(each[0] == number for each in bad) == 1
-    others = "; the other ranks' are finite until this sum" if alone else " as on other ranks"
+    number, rank, call = min(bad, key=lambda place: place[:2])
+    others = " as on other ranks"
+    if [place[0] for place in bad].count(number) == 1:
+        others = "; the other ranks' are finite until this sum"
     says = (
         f"What rank {rank} gives to the {call['kind']} of {size(call['nbytes'])} in step {call['step']} is not"
         f" finite{others}. After it, nothing is finite on any rank."
@@ -180,24 +191,28 @@ def _not_finite(seen: Seen) -> Report | None:
 
 
 def _seeds(seen: Seen) -> Report | None:
-    began = [each["began"] for each in seen.ranks if each]
-    unit = next((number for number, sums in enumerate(zip(*began)) if len(set(sums)) > 1), None)
-    if unit is None:
-        return None
-    sums = ", ".join(f"{own[unit]:.3f} on rank {rank}" for rank, own in enumerate(began))
-    says = f"The ranks began with different weights: those of unit {unit} sum to {sums}."
-    return Report("unsynchronised seeds", says, "the weights before the first step")
+    """Report the first unit with which the ranks began differently."""
+    by_rank = [rank["began"] for rank in seen.ranks if rank]
+    for unit, sums in enumerate(zip(*by_rank)):
+        if len(set(sums)) > 1:
+            listed = ", ".join(f"{value:.3f} on rank {rank}" for rank, value in enumerate(sums))
+            says = f"The ranks began with different weights: those of unit {unit} sum to {listed}."
+            return Report("unsynchronised seeds", says, "the weights before the first step")
+    return None
 
 
 def _unwaited(seen: Seen) -> Report | None:
+    """Report calls whose results nobody waited for."""
     if seen.stopped:
         return None
-    left = [call for own in seen.calls for call in own if "done" not in call]
-    if not left:
+    all_calls = [call for calls in seen.calls for call in calls]
+    unwaited = [call for call in all_calls if "done" not in call]
+    if not unwaited:
         return None
-    every = sum(call["kind"] == left[0]["kind"] for own in seen.calls for call in own)
+    kind, line = unwaited[0]["kind"], unwaited[0]["line"]
+    of_kind = sum(call["kind"] == kind for call in all_calls)
     says = (
-        f"{len(left)} of {every} {left[0]['kind']} calls were begun (line {left[0]['line']}) and never waited for: what"
+        f"{len(unwaited)} of {of_kind} {kind} calls were begun (line {line}) and never waited for: what"
         " is read in place of the result is whatever the buffer held."
     )
     return Report("missing wait", says, "the order of calls")
@@ -207,23 +222,33 @@ def _unwaited(seen: Seen) -> Report | None:
 
 
 def _divisor(seen: Seen) -> Report | None:
-    pairs = [pair for each in seen.ranks for pair in each.get("ratios", ())]
-    if not pairs or max(off for _, off in pairs) > 1e-3:
+    """Report first gradients that are one multiple of the twin's in every unit."""
+    factors, remainders = [], []
+    for rank in seen.ranks:
+        for factor, remainder in rank.get("ratios", ()):
+            factors.append(factor)
+            remainders.append(remainder)
+    if not factors or max(remainders) > 1e-3:
         return None
-    factors = [factor for factor, _ in pairs]
-    if not (min(factors) > 0 and max(factors) < _MORE * min(factors)) or abs(factors[0] - 1) < 1e-3:
+    first = factors[0]
+    is_one_factor = min(factors) > 0 and max(factors) < _MORE * min(factors)
+    if not is_one_factor or abs(first - 1) < 1e-3:
         return None
     ranks = len(seen.ranks)
-    why = f"a sum over {ranks} ranks that was not divided" if abs(factors[0] - ranks) < 1e-3 else "a wrong divisor"
-    says = f"The first gradients are {factors[0]:.4g} times the twin's in every unit: {why}."
+    why = "a wrong divisor"
+    if abs(first - ranks) < 1e-3:
+        why = f"a sum over {ranks} ranks that was not divided"
+    says = f"The first gradients are {first:.4g} times the twin's in every unit: {why}."
     return Report("wrong divisor", says, "the twin")
 
 
 def _masters(seen: Seen) -> Report | None:
-    low = {each["dtype"] for each in seen.ranks if each} & set(_LOW)
+    """Report an optimizer that updates parameters of 16 bits."""
+    ended = [rank for rank in seen.ranks if rank]
+    low = {rank["dtype"] for rank in ended} & set(_LOW)
     if not low:
         return None
-    still = max(part for each in seen.ranks if each for part in each["still"])
+    still = max(part for rank in ended for part in rank["still"])
     says = (
         f"The optimizer updates {low.pop()} parameters: in a step, up to {still:.0%} of those with a gradient did not"
         " move, because the update is less than half of their last bit."
@@ -232,45 +257,60 @@ def _masters(seen: Seen) -> Report | None:
 
 
 def _held(seen: Seen) -> Report | None:
-    for rank, each in enumerate(seen.ranks):
-        if each and each["held"] > _MORE * max(each["units"]):
+    """Report more unsharded parameters at once than the largest unit has."""
+    for number, rank in enumerate(seen.ranks):
+        if not rank:
+            continue
+        held, largest = rank["held"], max(rank["units"])
+        if held > _MORE * largest:
             says = (
-                f"Rank {rank} holds {size(each['held'])} of unsharded parameters at once, and its largest unit is"
-                f" {size(max(each['units']))}: units are not resharded after their forward."
+                f"Rank {number} holds {size(held)} of unsharded parameters at once, and its largest unit is"
+                f" {size(largest)}: units are not resharded after their forward."
             )
             return Report("no reshard", says, "the bytes held")
     return None
 
 
 def drift(seen: Seen) -> float | None:
-    """The largest relative difference of a step's mean loss from the twin's; None where no step has losses of all
-    ranks, infinite where one is not finite.
+    """Return the largest relative difference of a step's mean loss from the twin's.
+
+    None where no step has losses of all ranks, infinite where one is not finite.
     """
-    steps = list(zip(*(each.get("losses", ()) for each in seen.ranks)))
-    if not steps:
+    distances = []
+    by_step = list(zip(*(rank.get("losses", ()) for rank in seen.ranks)))
+    if not by_step:
         return None
-    pairs = zip(map(fmean, steps), seen.ranks[0]["twin_losses"])
-    return max(abs(ours - twins) / twins if math.isfinite(ours) else math.inf for ours, twins in pairs)
+    for losses, twin_loss in zip(by_step, seen.ranks[0]["twin_losses"]):
+        mean = fmean(losses)
+        distances.append(abs(mean - twin_loss) / twin_loss if math.isfinite(mean) else math.inf)
+    return max(distances)
 
 
 # ---- times
 
 
 def arrivals(seen: Seen) -> dict[tuple[int, str, str, str, int], dict[int, int]]:
-    """When each rank issued each call, as `late_rank` takes it."""
-    found: dict[tuple[int, str, str, str, int], dict[int, int]] = defaultdict(dict)
-    for rank, own in enumerate(seen.calls):
-        for step in sorted({call["step"] for call in own}):
-            for place, call in enumerate(call for call in own if call["step"] == step):
-                found[step, str(place), "step", call["kind"], 0][rank] = call["issued"]
-    return found
+    """Return when each rank issued each call, as `late_rank` takes it."""
+    issued: dict[tuple[int, str, str, str, int], dict[int, int]] = defaultdict(dict)
+    for rank, calls in enumerate(seen.calls):
+        of_step: dict[int, list[Row]] = defaultdict(list)
+        for call in calls:
+            of_step[call["step"]].append(call)
+        for step in sorted(of_step):
+            for place, call in enumerate(of_step[step]):
+                issued[step, str(place), "step", call["kind"], 0][rank] = call["issued"]
+    return issued
 
 
 def _late(seen: Seen) -> Report | None:
+    """Report a rank that comes late beyond chance."""
     if seen.stopped:
         return None
-    begins = sorted({call["step"]: call["issued"] for call in reversed(seen.calls[0])}.values())
-    step_ns = (begins[-1] - begins[0]) / (len(begins) - 1)
+    begins: dict[int, int] = {}  # step -> its first call on rank 0
+    for call in seen.calls[0]:
+        begins.setdefault(call["step"], call["issued"])
+    times = sorted(begins.values())
+    step_ns = (times[-1] - times[0]) / (len(times) - 1)
     late = late_rank(arrivals(seen), step_ns)
     if late is None:
         return None
@@ -287,9 +327,10 @@ STEPS = 10
 
 
 def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
-    """The job on live ranks with a fault in it, watched. KeyError for a name that is none of `names()`."""
+    """Run the job on live ranks with a fault in it, watched. KeyError for a name that is none of `names()`."""
     with tempfile.TemporaryDirectory() as folder, doing(f"the job on {ranks} ranks: {name}"):
-        job, began, ended = Path(folder) / "job.py", time.monotonic(), ""
+        job, ended = Path(folder) / "job.py", ""
+        began = time.monotonic()
         job.write_text(FAULTS[name].source(), encoding="utf-8")
         payload = {"source": str(job), "folder": folder, "steps": steps}
         values: Sequence[Row] = [{}] * ranks
@@ -303,11 +344,12 @@ def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
 
 
 def _calls(path: Path) -> list[Row]:
-    """A rank's calls by number: a line when one is issued, and another when its result is there."""
-    found: dict[int, Row] = {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for each in text.splitlines(keepends=True):
-        if each.endswith("\n"):  # a rank that was ended may have written half of its last line
-            row = json.loads(each)
-            found.setdefault(row["number"], {}).update(row)
-    return list(found.values())
+    """Return a rank's calls by number: a line when one is issued, and another when its result is there."""
+    if not path.exists():
+        return []
+    by_number: dict[int, Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):  # a rank that was ended may have written half of its last line
+            row = json.loads(line)
+            by_number.setdefault(row["number"], {}).update(row)
+    return list(by_number.values())

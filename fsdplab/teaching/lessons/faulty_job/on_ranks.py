@@ -44,13 +44,17 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
     units, optimizer = job.build(rank, ranks)
     log = CallLog(Path(payload["folder"]) / f"calls{rank}")
     seen: dict[str, Any] = {
-        "pid": os.getpid(), "stopped": "", "losses": [], "still": [],
+        "pid": os.getpid(),
+        "stopped": "",
+        "losses": [],
+        "still": [],
         "dtype": str(units[0].shard.dtype).removeprefix("torch."),
-        "began": [sum(each.sum().item() for each in unit.layer.parameters()) for unit in units],
+        "began": [_sum_of(unit.layer) for unit in units],
         "units": [4 * unit.size for unit in units],
-    }  # fmt: skip
+    }
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S))
+    first_gradients: list[torch.Tensor] = []
     try:
         for step in range(payload["steps"]):
             before = [unit.shard.detach().clone() for unit in units]
@@ -58,29 +62,37 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
                 seen["losses"].append(job.train_step(units, optimizer, step, rank))
             seen["still"].append(_still(before, units))
             if step == 0:
-                first = [unit.shard.grad.float().clone() for unit in units]
+                first_gradients = [unit.shard.grad.float().clone() for unit in units]
     except RuntimeError as error:  # a message did not come, or a peer is gone
         seen["stopped"] = str(error).splitlines()[0]
-    twin_losses, gradients = _twin(job, payload["steps"], ranks)
+    twin_losses, twin_gradients = _twin(job, payload["steps"], ranks)
     seen |= {"held": log.most_held, "twin_losses": twin_losses, "ratios": []}
     if seen["losses"]:
-        seen["ratios"] = [_ratio(ours, _own(whole, rank, ranks)) for ours, whole in zip(first, gradients)]
+        for gradient, whole in zip(first_gradients, twin_gradients):
+            seen["ratios"].append(_ratio(gradient, _own(whole, rank, ranks)))
     return seen
 
 
+def _sum_of(layer: torch.nn.Module) -> float:
+    """Return the sum of a layer's parameters."""
+    return sum(parameter.sum().item() for parameter in layer.parameters())
+
+
 def _module(path: Path) -> ModuleType:
+    """Run the job's file as a module, which is not imported: it may have a fault in it."""
     module = ModuleType(path.stem)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
     return module
 
 
 def _still(before: list[torch.Tensor], units: Any) -> float:
-    """The part of the elements with a gradient that the step left as they were."""
+    """Return the part of the elements with a gradient that the step left as they were."""
     with_gradient = stayed = 0
     for old, unit in zip(before, units):
-        pulled = unit.shard.grad != 0
-        with_gradient += int(pulled.sum())
-        stayed += int((pulled & (unit.shard.detach() == old)).sum())
+        has_gradient = unit.shard.grad != 0
+        is_equal = unit.shard.detach() == old
+        with_gradient += int(has_gradient.sum())
+        stayed += int((has_gradient & is_equal).sum())
     return stayed / max(1, with_gradient)
 
 
@@ -88,28 +100,34 @@ def _still(before: list[torch.Tensor], units: Any) -> float:
 
 
 def _twin(job: ModuleType, steps: int, ranks: int) -> tuple[list[float], list[torch.Tensor]]:
-    """The mean losses of an unsharded model on all ranks' batches, and its first gradients, a vector a unit."""
+    """Return the mean losses of an unsharded model on all ranks' batches, and its first gradients, a vector a unit."""
     torch.manual_seed(0)
     layers = job.model()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
-    losses, first = [], []
+    losses, first_gradients = [], []
     for step in range(steps):
-        losses.append(replay_gradients(layers, [[job.batch(step, rank)] for rank in range(ranks)], job.loss_of))
+        batches = [[job.batch(step, rank)] for rank in range(ranks)]
+        losses.append(replay_gradients(layers, batches, job.loss_of))
         if step == 0:
-            first = [torch.cat([each.grad.flatten() for each in layer.parameters()]) for layer in layers]
+            for layer in layers:
+                gradients = [parameter.grad.flatten() for parameter in layer.parameters()]
+                first_gradients.append(torch.cat(gradients))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    return losses, first
+    return losses, first_gradients
 
 
 def _own(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    return F.pad(whole, (0, -len(whole) % ranks)).chunk(ranks)[rank]
+    """Return this rank's part of a vector that is padded to a multiple of the ranks."""
+    padded = F.pad(whole, (0, -len(whole) % ranks))
+    return padded.chunk(ranks)[rank]
 
 
-def _ratio(ours: torch.Tensor, twins: torch.Tensor) -> list[float]:
-    """[how many times the twin's gradient ours is, the part of ours that is no multiple of it]."""
-    factor = float((ours * twins).sum() / (twins * twins).sum())
-    return [factor, float((ours - factor * twins).norm() / ours.norm().clamp(min=1e-30))]
+def _ratio(gradient: torch.Tensor, right: torch.Tensor) -> list[float]:
+    """Return [how many times the twin's gradient this one is, the part of it that is no multiple of the twin's]."""
+    factor = float((gradient * right).sum() / (right * right).sum())
+    rest = (gradient - factor * right).norm() / gradient.norm().clamp(min=1e-30)
+    return [factor, float(rest)]
 
 
 # ---- the calls
@@ -126,20 +144,28 @@ class CallLog:
         self._number = 0
 
     def of_step(self, step: int) -> AbstractContextManager[Any]:
-        """Inside, calls of the job are noted under this step."""
+        """Note calls of the job under this step, inside the returned context."""
         self._step = step
         noting: dict[str, Any] = {name: self._noting(kind, getattr(dist, name)) for name, kind in KINDS.items()}
         return patch.multiple(dist, **noting)
 
     def _noting(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with each call of it noted, and its wait."""
+
         def call(*arguments: Any, **named: Any) -> Any:
             frame = sys._getframe(1)
             payload = arguments[1] if kind == "reduce_scatter" else arguments[0]
-            number, self._number = self._number, self._number + 1
+            number = self._number
+            self._number += 1
             self._write(
-                number=number, step=self._step, kind=kind, nbytes=payload.nbytes, issued=time.time_ns(),
-                line=frame.f_lineno, finite=bool(arguments[-1].isfinite().all()),
-            )  # fmt: skip
+                number=number,
+                step=self._step,
+                kind=kind,
+                nbytes=payload.nbytes,
+                issued=time.time_ns(),
+                line=frame.f_lineno,
+                finite=bool(arguments[-1].isfinite().all()),
+            )
             work = original(*arguments, **named)
             if kind == "all_gather":
                 self._hold(arguments[0])
@@ -151,16 +177,28 @@ class CallLog:
         return call
 
     def _hold(self, whole: torch.Tensor) -> None:
-        self._gathered = [ref for ref in self._gathered if ref() is not None] + [weakref.ref(whole)]
-        held = sum(each.nbytes for ref in self._gathered if (each := ref()) is not None)
-        self._most_held[self._step] = max(self._most_held.get(self._step, 0), held)
+        """Note the bytes of all gathered tensors that are still referred to."""
+        self._gathered.append(weakref.ref(whole))
+        alive, nbytes = [], 0
+        for ref in self._gathered:
+            tensor = ref()
+            if tensor is not None:
+                alive.append(ref)
+                nbytes += tensor.nbytes
+        self._gathered = alive
+        earlier = self._most_held.get(self._step, 0)
+        self._most_held[self._step] = max(earlier, nbytes)
 
     @property
     def most_held(self) -> int:
-        """Most bytes at once in the step that held least: on a busy machine gloo's threads let go of some late."""
+        """Return the most bytes at once, in the step that held least.
+
+        On a busy machine gloo's threads let go of some late, so that other steps hold more.
+        """
         return min(self._most_held.values(), default=0)
 
     def _write(self, **row: Any) -> None:
+        """Write one line of the log; the file is flushed at its end."""
         self._file.write(json.dumps(row) + "\n")
 
 

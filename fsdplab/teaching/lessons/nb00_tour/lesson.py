@@ -24,32 +24,36 @@ _STATES = {
 
 
 def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float, float, float]:
-    """Resting bytes on one rank, fp32 with Adam: (parameters, gradients, optimizer state).
+    """Return the resting bytes on one rank, fp32 with Adam: (parameters, gradients, optimizer state).
 
     `state_bytes(STRATEGIES["full_shard"], 1_000_000, 4) == (1e6, 1e6, 2e6)`.
     """
-    sharded = (strategy.shard_parameters, strategy.shard_gradients, strategy.shard_optimizer)
-    weights, gradients, moments = (
-        each * parameters / (ranks if cut else 1) for each, cut in zip((FLOAT, FLOAT, ADAM), sharded, strict=True)
+
+    def on_a_rank(bytes_each: int, is_sharded: bool) -> float:
+        return bytes_each * parameters / (ranks if is_sharded else 1)
+
+    return (
+        on_a_rank(FLOAT, strategy.shard_parameters),
+        on_a_rank(FLOAT, strategy.shard_gradients),
+        on_a_rank(ADAM, strategy.shard_optimizer),
     )
-    return weights, gradients, moments
 
 
 def state_figure(million_parameters: float, ranks: int) -> go.Figure:
-    """A stack of the three states for every strategy, computed; whole states in the colours of whole things."""
+    """Draw a stack of the three states for every strategy, computed."""
     count = int(million_parameters * 1e6)
     # the shards of others are of a group, not of all ranks: notebook 12
-    held = {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
-    totals = {name: sum(states) for name, states in held.items()}
-    unit, name_of_unit = (1e9, "GB") if max(totals.values()) >= 1e9 else (1e6, "MB")
-    parts = [
-        Part(name, colour, [states[index] / unit for states in held.values()])
-        for index, (name, colour) in enumerate(_STATES.items())
-    ]
-    ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}
-    figure = stacked_bars(ends, parts, f"model states on one rank ({name_of_unit})", f"%{{x:,.4g}} {name_of_unit}")
-    words = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
-    title = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}: {words.split('; ')[0]}"
-    title += f", full_shard {size(totals['full_shard'])} on each"
+    states = {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
+    totals = {name: size(sum(nbytes)) for name, nbytes in states.items()}
+    largest = max(sum(nbytes) for nbytes in states.values())
+    scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    parts = []
+    for index, (name, colour) in enumerate(_STATES.items()):
+        parts.append(Part(name, colour, [nbytes[index] / scale for nbytes in states.values()]))
+    ends = {name: f"<b>{total}</b>" for name, total in totals.items()}
+    figure = stacked_bars(ends, parts, f"model states on one rank ({unit})", f"%{{x:,.4g}} {unit}")
+    bars = [f"{name} {total}" for name, total in totals.items()]
+    job = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}"
+    title = f"{job}: {bars[0]}, full_shard {totals['full_shard']} on each"
     subtitle = "Computed: fp32 with Adam, nothing but parameters, gradients and the optimizer's state"
-    return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {words}.")
+    return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {'; '.join(bars)}.")

@@ -27,39 +27,42 @@ _on_ranks = LessonRanks(__file__)
 
 @doing("three collectives on real ranks")
 def watch(world_size: int = 3, block: int = 2) -> Table:
-    """The values of every rank before and after each collective, on real ranks: small whole numbers."""
+    """Return the values of every rank before and after each collective, on real ranks: small whole numbers."""
     by_rank = _on_ranks("watch", world_size, block=block)
-    columns = ("start", "reduce_scatter", "all_gather", "all_reduce")
-    rows = [
-        [f"rank {rank}", *(" ".join(f"{value:.0f}" for value in held[name]) for name in columns)]
-        for rank, held in enumerate(by_rank)
-    ]
+    rows = []
+    for rank, values in enumerate(by_rank):
+        cells = []
+        for name in ("start", "reduce_scatter", "all_gather", "all_reduce"):
+            cells.append(" ".join(f"{value:.0f}" for value in values[name]))
+        rows.append([f"rank {rank}", *cells])
     header = ["", "starts with", "1. after reduce_scatter", "2. then all_gather", "or at once: all_reduce"]
     return table(header, rows, f"Measured: {world_size} real ranks, {world_size * block} numbers each.")
 
 
 @doing("a million sums, made in two ways on real ranks")
 def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
-    """Reduce-scatter then all-gather beside all-reduce on random floats (as many as divide evenly among the ranks): in
-    how many does a bit differ?
+    """Compare reduce-scatter then all-gather with all-reduce on random floats: in how many does a bit differ?
+
+    There are as many floats as divide evenly among the ranks.
     """
     elements -= elements % world_size
     by_rank = _on_ranks("compose", world_size, elements=elements)
-    rows = [
-        [f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"]
-        for rank, seen in enumerate(by_rank)
-    ]
+    rows = []
+    for rank, seen in enumerate(by_rank):
+        rows.append([f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"])
     header = ["", "floats compared", "floats with a differing bit", "largest difference"]
     return table(header, rows, f"Measured on {world_size} real ranks.")
 
 
 @doing("sending around the ring on real ranks")
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> list[list[int]]:
-    """All-gather P = `megabytes` MB with the learner's ring (or the reference: it says which) on real ranks; bytes of
-    each message that a rank sent, by rank.
+    """All-gather P = `megabytes` MB with the learner's ring (or the reference: it prints which) on real ranks.
+
+    Returns the bytes of each message that a rank sent, by rank.
     """
     solution(exercise)
-    return _on_ranks("sent", world_size, exercise=exercise, elements=int(megabytes * 1e6 / 4 / world_size))
+    elements = int(megabytes * 1e6 / 4 / world_size)  # of a rank, in fp32
+    return _on_ranks("sent", world_size, exercise=exercise, elements=elements)
 
 
 @doing("timing collectives of five sizes on real ranks")
@@ -69,7 +72,9 @@ def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats
     by_rank = _on_ranks("timed", world_size, sizes=divided, repeats=repeats)
     timings = []
     for kind, nbytes in product(by_rank[0], divided):
-        quickest = map(min, *(ranks[kind][nbytes] for ranks in by_rank))
+        # of each repeat the quickest rank's time: the others came later, and waited less
+        repeats_by_rank = [seconds[kind][nbytes] for seconds in by_rank]
+        quickest = [min(times) for times in zip(*repeats_by_rank)]
         timings.append(Timing(kind, nbytes, world_size, median(quickest)))
     return Bandwidth(tuple(timings))
 
@@ -81,33 +86,42 @@ MOST_WITH_ROWS = 4  # ranks whose blocks have a row each
 
 
 def ring_cells(ranks: int) -> list[HeldCell]:
-    """The blocks that every rank holds at the start and after each of the n - 1 steps.
+    """Return the blocks that every rank holds at the start and after each of the n - 1 steps.
 
     In step s, rank r receives block r - 1 - s (mod n) from its left neighbour: `ring_cells(3)` has 3 + 6 + 9 cells.
     """
     cells = []
     for rank, moment in product(range(ranks), repeat=2):
-        for step in range(-1, moment):
-            block, fresh = (rank - 1 - step) % ranks, step == moment - 1 and moment > 0
-            label = f"from rank {(rank - 1) % ranks}" if fresh else "own" if step < 0 else ""
+        for step in range(-1, moment):  # -1: its own block, there from the start
+            block = (rank - 1 - step) % ranks
+            label = ""
+            if step < 0:
+                label = "own"
+            if moment > 0 and step == moment - 1:
+                label = f"from rank {(rank - 1) % ranks}"
             cells.append(HeldCell(_row(rank, block), moment, f"block {block}", label))
     return cells
 
 
 def arriving_cells(ranks: int) -> list[HeldCell]:
-    """The newest block of every rank at the start and after each step, for more ranks than rows of blocks fit."""
-    return [
-        HeldCell(f"rank {rank}", moment, f"block {(rank - moment) % ranks}", str((rank - moment) % ranks))
-        for rank, moment in product(range(ranks), repeat=2)
-    ]
+    """Return the newest block of every rank at the start and after each step.
+
+    This is for more ranks than rows of blocks fit.
+    """
+    cells = []
+    for rank, moment in product(range(ranks), repeat=2):
+        block = (rank - moment) % ranks
+        cells.append(HeldCell(f"rank {rank}", moment, f"block {block}", str(block)))
+    return cells
 
 
 def _row(rank: int, block: int) -> str:
+    """Return the name of a row: a block's place on a rank."""
     return f"rank {rank}: block {block}"
 
 
 def ring_figure(ranks: int = 3) -> go.Figure:
-    """The ring's steps with a play button: all blocks that a rank holds for up to four ranks, for more the newest one.
+    """Draw the ring's steps with a play button: all blocks of a rank for up to four ranks, for more the newest one.
 
     ValueError unless there are two to eight ranks.
     """
@@ -116,26 +130,33 @@ def ring_figure(ranks: int = 3) -> go.Figure:
             f"a ring of {ranks} ranks cannot be drawn; expected 2 to {len(BLOCK_COLOURS)}, which a screen holds:"
             " ring_figure(ranks=3)"
         )
-    few = ranks <= MOST_WITH_ROWS
-    cells = ring_cells(ranks) if few else arriving_cells(ranks)
-    rows = [_row(*pair) for pair in product(range(ranks), repeat=2)] if few else [f"rank {r}" for r in range(ranks)]
-    moments = ["start", *(f"after step {step}" if few else f"step {step}" for step in range(ranks - 1))]
+    if ranks <= MOST_WITH_ROWS:
+        cells, verb, after = ring_cells(ranks), "holds", "after step"
+        rows = [_row(rank, block) for rank, block in product(range(ranks), repeat=2)]
+    else:
+        cells, verb, after = arriving_cells(ranks), "gets", "step"
+        rows = [f"rank {rank}" for rank in range(ranks)]
+    moments = ["start", *(f"{after} {step}" for step in range(ranks - 1))]
     colours = {f"block {block}": BLOCK_COLOURS[block] for block in range(ranks)}
-    steps = "; ".join(
-        f"step {step}: "
-        + ", ".join(
-            f"rank {rank} receives block {(rank - 1 - step) % ranks} from rank {(rank - 1) % ranks}"
-            for rank in range(ranks)
-        )
-        for step in range(ranks - 1)
+    steps = []
+    for step in range(ranks - 1):
+        messages = []
+        for rank in range(ranks):
+            messages.append(f"rank {rank} receives block {(rank - 1 - step) % ranks} from rank {(rank - 1) % ranks}")
+        steps.append(f"step {step}: {', '.join(messages)}")
+    alt = (
+        f"Which blocks each of {ranks} ranks {verb}. At the start each has its own. {'; '.join(steps)}."
+        " In the end all ranks hold all blocks."
     )
     return cells_in_time(
-        cells, rows, moments, colours,
+        cells,
+        rows,
+        moments,
+        colours,
         f"A ring all-gather on {ranks} ranks: {ranks - 1} steps, one block a rank in each",
         "Drawn from the rule, nothing was run: in each step every rank passes on the block that it received last",
-        f"Which blocks each of {ranks} ranks {'holds' if few else 'gets'}. At the start each has its own. {steps}."
-        " In the end all ranks hold all blocks.",
-    )  # fmt: skip
+        alt,
+    )
 
 
 # ---- bytes that a rank sends, over the number of ranks
@@ -144,26 +165,29 @@ RANKS = (2, 3, 4, 8, 16, 64, 512)
 
 
 def sent_figure(megabytes: float, ranks: int) -> go.Figure:
-    """MB that one rank sends in each collective on a payload of P = `megabytes` MB, for few and many ranks; `ranks` is
-    marked. Dashed: what it comes near to with ever more ranks, P and 2 P.
+    """Draw the MB that one rank sends in each collective on a payload of P = `megabytes` MB, for few and many ranks.
+
+    `ranks` is marked. Dashed: what it comes near to with ever more ranks, P and 2 P.
     """
-    kinds = {"all_gather": "all_gather, reduce_scatter", "all_reduce": "all_reduce"}  # two of them send the same
-    figure = go.Figure(
-        [
-            line(
-                name, COLLECTIVE_COLOURS[kind],
-                [str(count) for count in RANKS], [megabytes * bus_factor(kind, count) for count in RANKS],
-                mode="lines+markers", marker_size=[18 if count == ranks else 7 for count in RANKS],
-                hovertemplate=name + " on %{x} ranks: %{y:.2f} MB<extra></extra>",
-            )
-            for kind, name in kinds.items()
-        ]
-    )  # fmt: skip
-    for rounds, label in ((1, "P"), (2, "2 P")):
-        mark_level(figure, rounds * megabytes, label, "y", colour="#808488")
+    figure = go.Figure()
+    marker_sizes = [18 if count == ranks else 7 for count in RANKS]
+    for kind, name in (("all_gather", "all_gather, reduce_scatter"), ("all_reduce", "all_reduce")):
+        drawn = line(
+            name,  # two collectives send the same
+            COLLECTIVE_COLOURS[kind],
+            [str(count) for count in RANKS],
+            [megabytes * bus_factor(kind, count) for count in RANKS],
+            mode="lines+markers",
+            marker_size=marker_sizes,
+            hovertemplate=f"{name} on %{{x}} ranks: %{{y:.2f}} MB<extra></extra>",
+        )
+        figure.add_trace(drawn)
+    mark_level(figure, megabytes, "P", "y", colour="#808488")
+    mark_level(figure, 2 * megabytes, "2 P", "y", colour="#808488")
     figure.update_xaxes(title="ranks", type="category")
     figure.update_yaxes(title="MB sent by one rank", range=[0, 2.3 * megabytes])
-    one, both = (three_digits(megabytes * bus_factor(kind, ranks)) for kind in kinds)
+    one = three_digits(megabytes * bus_factor("all_gather", ranks))
+    both = three_digits(megabytes * bus_factor("all_reduce", ranks))
     title = f"P = {megabytes:g} MB on {ranks} ranks: all_gather and reduce_scatter {one} MB, all_reduce {both} MB"
     alt = f"Two lines of MB sent by one rank over the number of ranks, which rise towards P and 2 P. {title}."
     return titled(figure, title, "Computed: P (n-1)/n, and 2 P (n-1)/n for all_reduce", alt, 270)
@@ -185,12 +209,12 @@ class Timing:
 
     @property
     def algbw(self) -> float:
-        """P / t in bytes a second."""
+        """Return P / t in bytes a second."""
         return self.nbytes / self.seconds
 
     @property
     def busbw(self) -> float:
-        """The bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
+        """Return the bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
         return self.algbw * bus_factor(self.kind, self.ranks)
 
 
@@ -201,55 +225,65 @@ class Bandwidth(HasTable):
     timings: tuple[Timing, ...]
 
     def at(self, kind: str, nbytes: int) -> Timing:
-        """One timing; LookupError where it was not measured."""
+        """Return one timing; LookupError where it was not measured."""
         for timing in self.timings:
             if (timing.kind, timing.nbytes) == (kind, nbytes):
                 return timing
-        raise LookupError(
-            f"{kind} of {nbytes} bytes was not measured; measured: {sorted({t.nbytes for t in self.timings})}"
-        )
+        measured = sorted({timing.nbytes for timing in self.timings})
+        raise LookupError(f"{kind} of {nbytes} bytes was not measured; measured: {measured}")
 
     @property
     def largest(self) -> int:
-        """The largest payload measured, in bytes."""
+        """Return the largest payload measured, in bytes."""
         return max(timing.nbytes for timing in self.timings)
 
     def table(self) -> Table:
-        """The largest payload's numbers."""
+        """Return the largest payload's numbers."""
         largest = [timing for timing in self.timings if timing.nbytes == self.largest]
-        rows = [
-            [t.kind, size(t.nbytes), f"{t.seconds * 1e3:.2f}", f"{t.algbw / 1e9:.2f}", f"{t.busbw / 1e9:.2f}"]
-            for t in largest
-        ]
+        rows = []
+        for timing in largest:
+            milliseconds = f"{timing.seconds * 1e3:.2f}"
+            algbw, busbw = f"{timing.algbw / GB:.2f}", f"{timing.busbw / GB:.2f}"
+            rows.append([timing.kind, size(timing.nbytes), milliseconds, algbw, busbw])
         # what these times say changes with what else the machine does
         longer = self.at("all_reduce", self.largest).seconds / self.at("all_gather", self.largest).seconds
         slowest = min(largest, key=lambda timing: timing.busbw).kind
-        caption = f"Measured on {largest[0].ranks} real CPU ranks: gloo over the loopback of this machine. This time"
-        caption += f" all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
+        caption = (
+            f"Measured on {largest[0].ranks} real CPU ranks: gloo over the loopback of this machine. This time"
+            f" all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
+        )
         return table(["collective", "P", "ms", "algbw GB/s", "busbw GB/s"], rows, caption)
 
 
 def bandwidth_figure(measured: Bandwidth) -> go.Figure:
-    """Lines of busbw over the payload's size, one a collective."""
-    by_kind = {timing.kind: [t for t in measured.timings if t.kind == timing.kind] for timing in measured.timings}
-    figure = go.Figure(
-        [
-            line(
-                kind, COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"]),
-                [size(t.nbytes) for t in timings], [t.busbw / GB for t in timings],
-                mode="lines+markers", hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
-            )
-            for kind, timings in by_kind.items()
-        ]
-    )  # fmt: skip
+    """Draw lines of busbw over the payload's size, one a collective."""
+    by_kind: dict[str, list[Timing]] = {}
+    for timing in measured.timings:
+        by_kind.setdefault(timing.kind, []).append(timing)
+    figure = go.Figure()
+    at_largest = {}
+    for kind, timings in by_kind.items():
+        drawn = line(
+            kind,
+            COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"]),
+            [size(timing.nbytes) for timing in timings],
+            [timing.busbw / GB for timing in timings],
+            mode="lines+markers",
+            hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
+        )
+        figure.add_trace(drawn)
+        at_largest[kind] = measured.at(kind, measured.largest).busbw
+    highest = max(timing.busbw for timing in measured.timings)
     figure.update_xaxes(title="payload P", type="category")
-    figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * max(t.busbw for t in measured.timings) / GB])
-    rates = {kind: f"{three_digits(measured.at(kind, measured.largest).busbw / GB)} GB/s" for kind in by_kind}
-    best = max(by_kind, key=lambda kind: measured.at(kind, measured.largest).busbw)
+    figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * highest / GB])
+
+    largest = size(measured.largest)
+    rates = {kind: f"{three_digits(busbw / GB)} GB/s" for kind, busbw in at_largest.items()}
+    best = max(at_largest, key=lambda kind: at_largest[kind])
     smallest = min(by_kind[best], key=lambda timing: timing.nbytes)
     least = f"{three_digits(smallest.busbw / GB)} GB/s at {size(smallest.nbytes)}"
-    title = f"{best}: {rates[best]} at {size(measured.largest)}, {least}"
+    title = f"{best}: {rates[best]} at {largest}, {least}"
     where = f"Measured on {measured.timings[0].ranks} CPU ranks, gloo over this machine's loopback"
     ends = "; ".join(f"{kind} {rate}" for kind, rate in rates.items())
-    alt = f"Lines of bus bandwidth over payload size. At {size(measured.largest)}: {ends}."
+    alt = f"Lines of bus bandwidth over payload size. At {largest}: {ends}."
     return titled(figure, title, f"{where}: no network is involved", alt, 280)

@@ -20,47 +20,58 @@ from fsdplab.teaching.core.in_use import function_of
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
-    """The values of this rank before and after each collective: `payload["block"]` elements a rank, small whole
-    numbers.
+    """Return the values of this rank before and after each collective: small whole numbers.
+
+    There are `payload["block"]` elements a rank.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
-    start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)
-    mine = reduce_scatter(start)
-    whole, at_once = all_gather(mine), start.clone()
+    start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)  # [n * block]
+    block_sum = reduce_scatter(start)  # [block]
+    whole = all_gather(block_sum)
+    at_once = start.clone()
     dist.all_reduce(at_once)
-    held = {"start": start, "reduce_scatter": mine, "all_gather": whole, "all_reduce": at_once}
-    return {name: tensor.tolist() for name, tensor in held.items()}
+    return {
+        "start": start.tolist(),
+        "reduce_scatter": block_sum.tolist(),
+        "all_gather": whole.tolist(),
+        "all_reduce": at_once.tolist(),
+    }
 
 
 def compose(payload: dict[str, Any]) -> dict[str, Any]:
     """Compare reduce-scatter + all-gather with all-reduce, bit by bit, on random floats of this rank."""
-    elements = payload["elements"]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    start = torch.randn(elements, generator=generator)
-    in_two, at_once = all_gather(reduce_scatter(start)), start.clone()
+    start = torch.randn(payload["elements"], generator=generator)
+    in_two = all_gather(reduce_scatter(start))
+    at_once = start.clone()
     dist.all_reduce(at_once)
-    differing = int((in_two.view(torch.int32) != at_once.view(torch.int32)).sum())
-    return {"differing_bits_in": differing, "largest": float((in_two - at_once).abs().max())}
+    differs = in_two.view(torch.int32) != at_once.view(torch.int32)  # the bits, not the numbers
+    return {"differing_bits_in": int(differs.sum()), "largest": float((in_two - at_once).abs().max())}
 
 
 def sent(payload: dict[str, Any]) -> list[int]:
-    """Bytes of each message that this rank sends while the learner's ring carries `payload["elements"]` floats a rank.
+    """Return the bytes of each message that this rank sends while the learner's ring carries floats.
 
-    `payload["exercise"]` is the ring's, `payload["workspace"]` the learner's folder.
+    `payload["elements"]` are those of a rank, `payload["exercise"]` is the ring's, `payload["workspace"]` the learner's
+    folder.
     """
     open_course(workspace=payload["workspace"])
     ring_all_gather = function_of(payload["exercise"])
+    block = torch.full((payload["elements"],), float(dist.get_rank()))
     with WireLog() as log:
-        ring_all_gather(torch.full((payload["elements"],), float(dist.get_rank())))
+        ring_all_gather(block)
     return [call.nbytes for call in log.calls if call.kind == "send"]
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's block [m] of the sum over ranks of `whole` [n * m]."""
-    return _exchange_and_sum(whole, torch.empty_like(whole), whole.new_empty(whole.numel() // dist.get_world_size()))
+    """Return this rank's block [m] of the sum over ranks of `whole` [n * m]."""
+    received = torch.empty_like(whole)
+    total = whole.new_empty(whole.numel() // dist.get_world_size())
+    return _exchange_and_sum(whole, received, total)
 
 
 def _exchange_and_sum(whole: torch.Tensor, received: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Send each rank its block, and add up what arrives in rank order: whole and received [n * m], total [m]."""
     dist.all_to_all_single(received, whole)
     total.zero_()
     for part in received.view(dist.get_world_size(), -1):
@@ -68,23 +79,27 @@ def _exchange_and_sum(whole: torch.Tensor, received: torch.Tensor, total: torch.
     return total
 
 
-def all_gather(mine: torch.Tensor) -> torch.Tensor:
-    """Every rank's block [m], joined in rank order: [n * m]."""
-    whole = mine.new_empty(dist.get_world_size() * mine.numel())
-    compat.all_gather_single(whole, mine)
+def all_gather(block: torch.Tensor) -> torch.Tensor:
+    """Return every rank's block [m], joined in rank order: [n * m]."""
+    whole = block.new_empty(dist.get_world_size() * block.numel())
+    compat.all_gather_single(whole, block)
     return whole
 
 
 def timed(payload: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
-    """Seconds of every repeat on this rank, `[collective][bytes]`; ranks leave a barrier together before each."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """Return the seconds of every repeat on this rank, `[collective][bytes]`.
+
+    Ranks leave a barrier together before each.
+    """
+    seconds: dict[str, dict[int, list[float]]] = {}
     for nbytes in payload["sizes"]:
         for name, call in _calls(nbytes // 4).items():
-            found.setdefault(name, {})[nbytes] = _repeats(call, payload["repeats"])
-    return found
+            seconds.setdefault(name, {})[nbytes] = _repeats(call, payload["repeats"])
+    return seconds
 
 
 def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return the seconds of so many calls."""
     call()  # the first call also opens connections
     took = []
     for _ in range(repeats):
@@ -96,12 +111,12 @@ def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _calls(elements: int) -> dict[str, Callable[[], object]]:
-    """Each collective on a payload of so many floats, with its buffers made."""
+    """Return each collective on a payload of so many floats, with its buffers made."""
     whole, received = torch.ones(elements), torch.zeros(elements)
-    mine = torch.zeros(elements // dist.get_world_size())
+    block = torch.zeros(elements // dist.get_world_size())
     return {
-        "all_gather": lambda: compat.all_gather_single(received, mine),
-        "reduce_scatter": lambda: _exchange_and_sum(whole, received, mine),
-        "gloo's reduce_scatter": lambda: compat.reduce_scatter_single(mine, whole),
+        "all_gather": lambda: compat.all_gather_single(received, block),
+        "reduce_scatter": lambda: _exchange_and_sum(whole, received, block),
+        "gloo's reduce_scatter": lambda: compat.reduce_scatter_single(block, whole),
         "all_reduce": lambda: dist.all_reduce(received),
     }

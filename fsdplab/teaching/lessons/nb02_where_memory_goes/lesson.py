@@ -24,9 +24,14 @@ from fsdplab.teaching.core.display import Note, Table, table
 MB, GB = 1e6, 1e9
 CARD = 320e6  # bytes of the emulated card
 JOB = {
-    "model": "gpt-20m", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1, "device": "cpu",
+    "model": "gpt-20m",
+    "world_size": 2,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "steps": 1,
+    "device": "cpu",
     "time_limit": 300.0,
-}  # fmt: skip
+}
 BIG, BIG_GPU, SEQUENCE = "llama-3.1-8b", "h100-80gb", 4096
 Moments = Sequence[tuple[float, float]]
 StateBytes = Callable[[str, float, int, str], float]
@@ -37,18 +42,22 @@ ZERO_PARAMETERS, ZERO_STAGES = 7.5e9, ("zero1", "zero2", "full_shard")
 
 
 def states_table(held: Mapping[str, int], count: int) -> Table:
-    """Counted bytes of each state, and how many those are for each of `count` parameters."""
-    every = {**held, "together": sum(held.values())}
-    rows = [[name, f"{nbytes / MB:.2f}", f"{nbytes / count:.2f}"] for name, nbytes in every.items()]
+    """Return the counted bytes of each state, and how many those are for each of `count` parameters."""
+    rows = []
+    for name, nbytes in {**held, "together": sum(held.values())}.items():
+        rows.append([name, f"{nbytes / MB:.2f}", f"{nbytes / count:.2f}"])
     return table(["state", "MB", "bytes a parameter"], rows, "Counted on this machine, after one step.")
 
 
 def beside_zero(model_state_bytes: StateBytes) -> Table:
-    """A function of model states beside the published table of the ZeRO paper, in GB."""
+    """Return a function of model states beside the published table of the ZeRO paper, in GB."""
     rows = []
-    for ranks, published in ZERO_TABLE.items():
-        own = [model_state_bytes(name, ZERO_PARAMETERS, ranks, "bf16") / GB for name in ZERO_STAGES]
-        rows.append([ranks, *(f"{three_digits(mine)} | {theirs:g}" for mine, theirs in zip(own, published))])
+    for ranks, published_row in ZERO_TABLE.items():
+        cells = []
+        for stage, published in zip(ZERO_STAGES, published_row):
+            computed = model_state_bytes(stage, ZERO_PARAMETERS, ranks, "bf16") / GB
+            cells.append(f"{three_digits(computed)} | {published:g}")
+        rows.append([ranks, *cells])
     caption = (
         "GB on a rank for 7.5 billion parameters: your function | published (Rajbhandari et al. 2020, arXiv 1910.02054,"
         " table 1). Both are computed. full_shard is the paper's third stage."
@@ -57,19 +66,37 @@ def beside_zero(model_state_bytes: StateBytes) -> Table:
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: str, subtitle: str) -> go.Figure:
-    """Stacked bars of bytes by category; what exceeds the card is named in the alarm colour."""
+    """Draw stacked bars of bytes by category; what exceeds the card is named in the alarm colour.
+
+    `bars` has bytes by category for each name; without a `card` (bytes) there is no line and no alarm.
+    """
     totals = {name: sum(split.values()) for name, split in bars.items()}
     widest = max(*totals.values(), card or 0)
     scale, unit = (1e9, "GB") if widest >= 1e9 else (1e6, "MB")
-    present = [row for row in CATEGORY_ROWS.values() if any(split[row.name] > widest / 1000 for split in bars.values())]
-    parts = [Part(row.title, row.colour, [split[row.name] / scale for split in bars.values()]) for row in present]
-    over = [name for name, total in totals.items() if card and total > card]
-    ends = {name: f"<b>{size(total)}</b>{' · over the card' if name in over else ''}" for name, total in totals.items()}
-    levels = {f"card {size(card)}": card / scale} if card else {}
+
+    parts = []
+    for category in CATEGORY_ROWS.values():
+        values = [split[category.name] for split in bars.values()]
+        if max(values) > widest / 1000:  # a thinner part would not be seen
+            scaled = [value / scale for value in values]
+            parts.append(Part(category.title, category.colour, scaled))
+
+    ends: dict[str, str] = {}
+    over = []
+    for name, total in totals.items():
+        ends[name] = f"<b>{size(total)}</b>"
+        if card and total > card:
+            over.append(name)
+            ends[name] = f"{ends[name]} · over the card"
+
+    described = [f"{name} {size(total)}" for name, total in totals.items()]
+    alt = f"Bars of memory by category: {'; '.join(described)}."
+    levels: dict[str, float] = {}
+    if card:
+        levels[f"card {size(card)}"] = card / scale
+        alt = f"{alt} The card holds {size(card)}."
     axis = f"peak memory of a rank ({unit})"
     figure = stacked_bars(ends, parts, axis, f"%{{x:.1f}} {unit}", levels=levels, alarming=over)
-    said = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
-    alt = f"Bars of memory by category: {said}.{f' The card holds {size(card)}.' if card else ''}"
     return titled(figure, title, subtitle, alt, 100 + 48 * len(bars))
 
 
@@ -77,16 +104,22 @@ def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: 
 
 
 def stack(ranks: int, sequences: int, checkpointing: str) -> go.Figure:
-    """Predicted peak of Llama 3.1 8B under every strategy, stacked by category, under the line of an H100."""
-    names = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
+    """Draw the predicted peak of Llama 3.1 8B under every strategy, by category, under the line of an H100."""
+    strategies = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
     choices = {"micro_batch": sequences, "checkpointing": checkpointing, "gpus_per_node": 8}
     spec = plan_spec(BIG, BIG_GPU, gpus=ranks, seq=SEQUENCE, **choices)
-    peaks = {name: plan_of(replace(spec, strategy=name)).memory.peak.by_category for name in names}
     card = spec.gpu.memory_bytes
-    fitting = [name for name, split in peaks.items() if sum(split.values()) <= card]
-    each = f"{sequences} sequence{'s' * (sequences > 1)}"
-    listed = f"{', '.join(fitting)} fit{'s' * (len(fitting) == 1)}" if fitting else "no strategy fits"
-    title = f"On {ranks} GPUs, {each} each: {listed} the card"
+    peaks, fitting = {}, []
+    for name in strategies:
+        peaks[name] = plan_of(replace(spec, strategy=name)).memory.peak.by_category
+        if sum(peaks[name].values()) <= card:
+            fitting.append(name)
+    verdict = "no strategy fits"
+    if fitting:
+        verb = "fits" if len(fitting) == 1 else "fit"
+        verdict = f"{', '.join(fitting)} {verb}"
+    plural = "s" if sequences > 1 else ""
+    title = f"On {ranks} GPUs, {sequences} sequence{plural} each: {verdict} the card"
     subtitle = (
         f"Predicted for {spec.model.name} on {spec.gpu.name}, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters,"
         f" checkpointing {checkpointing}; each bar at its own highest instant"
@@ -98,95 +131,110 @@ def stack(ranks: int, sequences: int, checkpointing: str) -> go.Figure:
 
 
 def job(**choices: Any) -> RunSpec:
-    """The lesson's run: the lab's GPT of 21.6 million parameters in fp32, `full_shard` on two ranks."""
+    """Return the lesson's run: the lab's GPT of 21.6 million parameters in fp32, `full_shard` on two ranks."""
     return RunSpec(**{**JOB, "strategy": "full_shard", **choices})
 
 
 def peak(record: RunRecord) -> float:
-    """MB at the peak of the worst rank."""
+    """Return the MB at the peak of the worst rank."""
     return known(record.summary.peak_memory_bytes.total) / MB
 
 
 def planned(batch: int) -> PlanSpec:
-    """The plan of the lesson's run with so many sequences; the GPU is a stand-in, memory does not depend on it."""
+    """Return the plan of the lesson's run with so many sequences.
+
+    The GPU is a stand-in, memory does not depend on it.
+    """
     choices = {"gpus": JOB["world_size"], "seq": JOB["sequence_length"], "param_dtype": "fp32"}
     return plan_spec(str(JOB["model"]), BIG_GPU, micro_batch=batch, **choices)
 
 
 def _predicted(batch: int) -> dict[str, float]:
-    """Bytes by category at the planned peak, without what only a GPU needs."""
-    found = dict(memory_of(planned(batch)).peak.by_category)
-    return found | {"other": found["other"] - FRAMEWORK_BYTES}
+    """Return the bytes by category at the planned peak, without what only a GPU needs."""
+    by_category = dict(memory_of(planned(batch)).peak.by_category)
+    by_category["other"] -= FRAMEWORK_BYTES
+    return by_category
 
 
 def predicted_beside(record: RunRecord) -> go.Figure:
-    """Two bars: the planner's peak and the run's, by category."""
+    """Draw two bars: the planner's peak and the run's, by category."""
     measured: dict[str, float] = dict(record.summary.peak_memory_bytes.split)
-    bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": measured}
-    first, second = (sum(split.values()) for split in bars.values())
-    title = f"Predicted {size(first)}, measured {size(second)}: {100 * first / second:.1f} % of it"
+    predicted = _predicted(record.spec["batch_size"])
+    predicted_total, measured_total = sum(predicted.values()), sum(measured.values())
+    part = f"{100 * predicted_total / measured_total:.1f} %"
+    title = f"Predicted {size(predicted_total)}, measured {size(measured_total)}: {part} of it"
     subtitle = (
         "Worst of two CPU ranks, full_shard, fp32, each bar at its own highest instant; predicted in closed form,"
         " measured by the record"
     )
-    return stacked(bars, record.spec["card"], title, subtitle)
+    return stacked({"predicted": predicted, "measured": measured}, record.spec["card"], title, subtitle)
 
 
 def gap(record: RunRecord) -> Note:
-    """What states by hand leave out, and the category in which the plan is furthest from the run."""
+    """Return what states by hand leave out, and the category in which the plan is furthest from the run."""
     predicted, measured = _predicted(record.spec["batch_size"]), record.summary.peak_memory_bytes.split
     states = ("sharded_parameters", "sharded_gradients", "optimizer_state")
-    held = sum(measured[name] for name in states)
+    state_bytes = sum(measured[name] for name in states)
     furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
-    return Note((
-        f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
-        " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
-        f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
-        f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
-        " operator.",
-    ))  # fmt: skip
+    return Note(
+        (
+            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(state_bytes)} are shards of model"
+            " states. The rest passes: activations, parameters unsharded for a moment, gradients on their way to their"
+            " shards.",
+            f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
+            f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
+            " operator.",
+        )
+    )
 
 
 # ---- the batch that fits
 
 
 def moments() -> list[tuple[float, float]]:
-    """For each instant at which the peak may lie: (MB that do not depend on the batch, MB a sequence)."""
-    return [(fixed / MB, each / MB) for _, fixed, each in _instants(planned(1), FRAMEWORK_BYTES)]
+    """Return for each instant at which the peak may lie: (MB that do not depend on the batch, MB a sequence)."""
+    instants = _instants(planned(1), FRAMEWORK_BYTES)
+    return [(fixed / MB, per_sequence / MB) for _, fixed, per_sequence in instants]
 
 
 def _instants(spec: PlanSpec, without: float = 0.0, notable: bool = False) -> list[tuple[str, float, float]]:
-    """(name, bytes that stay, bytes a sequence) of every instant of a plan, or of the notable ones; the planner is
-    linear in the batch.
+    """Return (name, bytes that stay, bytes a sequence) of every instant of a plan, or of the notable ones.
+
+    The planner is linear in the batch, so that plans of one and of two sequences give both numbers.
     """
-    one, two = (memory_of(replace(spec, micro_batch=count)).moments for count in (1, 2))
-    pairs = [(a, b) for a, b in zip(one, two, strict=True) if a.notable or not notable]
-    return [(a.name, 2 * a.total - b.total - without, b.total - a.total) for a, b in pairs]
+    with_one = memory_of(replace(spec, micro_batch=1)).moments
+    with_two = memory_of(replace(spec, micro_batch=2)).moments
+    instants = []
+    for one, two in zip(with_one, with_two, strict=True):
+        if one.notable or not notable:
+            per_sequence = two.total - one.total
+            instants.append((one.name, 2 * one.total - two.total - without, per_sequence))
+    return instants
 
 
 def moments_table() -> Table:
-    """The same with names: what each instant holds at 1 and at 16 sequences."""
-    rows = [
-        [name, *(f"{value / MB:.1f}" for value in (fixed, each, fixed + each, fixed + 16 * each))]
-        for name, fixed, each in _instants(planned(1), FRAMEWORK_BYTES, notable=True)
-    ]
+    """Return the same with names: what each instant holds at 1 and at 16 sequences."""
+    rows = []
+    for name, fixed, per_sequence in _instants(planned(1), FRAMEWORK_BYTES, notable=True):
+        values = (fixed, per_sequence, fixed + per_sequence, fixed + 16 * per_sequence)
+        rows.append([name, *(f"{value / MB:.1f}" for value in values)])
     header = ["instant", "MB that stay", "MB a sequence", "with 1 sequence", "with 16"]
     return table(header, rows, "Predicted for one rank of the run above, sequences of 64 tokens.")
 
 
 def on_the_card(batch: int) -> RunSpec:
-    """The lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
+    """Return the lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
     return job(batch_size=int(batch), card=int(CARD))
 
 
 def real_batches(largest_batch: Callable[[float, Moments], float]) -> Table:
-    """The largest batch of Llama 3.1 8B on 8 H100 by a function, beside the planner's own search."""
+    """Return the largest batch of Llama 3.1 8B on 8 H100 by a function, beside the planner's own search."""
     rows = []
     for checkpointing in CHECKPOINTINGS:
         spec = plan_spec(BIG, BIG_GPU, gpus=8, seq=SEQUENCE, checkpointing=checkpointing)
-        instants = [(fixed / MB, each / MB) for _, fixed, each in _instants(spec)]
-        mine = largest_batch(spec.gpu.memory_bytes / MB, instants)
+        instants = [(fixed / MB, per_sequence / MB) for _, fixed, per_sequence in _instants(spec)]
+        by_learner = largest_batch(spec.gpu.memory_bytes / MB, instants)
         planned = largest_micro_batch(spec)
-        rows.append([checkpointing, f"{mine:g}", planned.micro_batch if planned else 0])
+        rows.append([checkpointing, f"{by_learner:g}", planned.micro_batch if planned else 0])
     caption = f"Predicted: full_shard, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters, a card of 85.9 GB."
     return table(["activations recomputed", "your largest batch", "the planner's"], rows, caption)

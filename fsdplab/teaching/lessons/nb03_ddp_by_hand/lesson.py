@@ -24,24 +24,28 @@ from fsdplab.workloads import build_model
 
 def drift(steps: int = 6, world_size: int = 2) -> Table:
     """Train without any message between ranks: how far apart are the ranks' parameters after 1 step, and after all?"""
-    found = trained([way("alone", "1 step", steps=1), way("alone", f"{steps} steps")], steps, world_size)
-    rows = [[run.name, *(f"{losses[-1]:.4f}" for losses in run.losses_by_rank), f"{run.apart:.4f}"] for run in found]
-    losses = (f"loss on rank {rank}" for rank in range(world_size))
+    runs = trained([way("alone", "1 step", steps=1), way("alone", f"{steps} steps")], steps, world_size)
+    rows = []
+    for run in runs:
+        last_losses = [f"{losses[-1]:.4f}" for losses in run.losses_by_rank]
+        rows.append([run.name, *last_losses, f"{run.apart:.4f}"])
+    losses = [f"loss on rank {rank}" for rank in range(world_size)]
     header = ["after", *losses, "largest difference of a parameter between ranks"]
     return table(header, rows, f"Measured on {world_size} real ranks: {MODEL}, AdamW, nothing is sent.")
 
 
 def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int = 2) -> Faulty:
-    """The exercise's faulty version as it was given, beside the twin: losses under AdamW and SGD, and its first
-    gradients.
-    """
+    """Train the exercise's faulty version as it was given, with AdamW and with SGD, beside the twin."""
     ways = [way("finish", name, name, exercise=exercise, stub=True, arguments=[]) for name in ("adamw", "sgd")]
     adamw, sgd = trained(ways, steps, world_size)
     return Faulty((adamw, sgd))
 
 
 def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int = 2) -> Runs:
-    """The learner's hook and buckets (or the references), torch's DDP and the lab's no_shard, each beside the twin."""
+    """Train with the learner's hook and buckets (or the references), torch's DDP and the lab's no_shard.
+
+    The twin trains beside each.
+    """
     hook, buckets = "03.average_in_hook", "03.in_buckets"
     cut = f"{owner(buckets)} buckets of {size(bucket_bytes)}"
     ways = [
@@ -65,19 +69,26 @@ _PARTS = {
 
 @lru_cache(maxsize=8)
 def gradient_sizes(model: str) -> tuple[int, ...]:
-    """Bytes of every gradient (fp32) of a preset, head first: about the order in which they become ready."""
-    return tuple(4 * parameter.numel() for parameter in reversed(list(build_model(model, device="meta").parameters())))
+    """Return the bytes of every gradient (fp32) of a preset, head first: about the order in which they become ready."""
+    parameters = list(build_model(model, device="meta").parameters())
+    return tuple(4 * parameter.numel() for parameter in reversed(parameters))
 
 
 def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
-    """Bytes of every bucket when each leaves as soon as it holds `bucket_bytes`: `buckets((3, 3, 3), 5) == [6, 3]`."""
+    """Return the bytes of every bucket when each leaves as soon as it holds `bucket_bytes`.
+
+    `buckets((3, 3, 3), 5) == [6, 3]`.
+    """
     full: list[int] = []
     filled = 0
     for nbytes in sizes:
         filled += nbytes
         if filled >= bucket_bytes:
-            full, filled = [*full, filled], 0
-    return [*full, filled] if filled else full
+            full.append(filled)
+            filled = 0
+    if filled:
+        full.append(filled)
+    return full
 
 
 @dataclass(frozen=True)
@@ -96,30 +107,38 @@ class Cost:
 
 
 def costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> list[Cost]:
-    """One message a gradient, buckets of `bucket_MB`, and one message for all."""
+    """Return the costs of one message a gradient, of buckets of `bucket_MB`, and of one message for all."""
     sizes, start = gradient_sizes(model), start_us * 1e-6
     limits = {"one a gradient": 0.0, f"buckets of {bucket_MB:g} MB": bucket_MB * 1e6, "one for all": sum(sizes)}
-    found = []
+    choices = []
     for name, limit in limits.items():
-        *before, last = [2 * nbytes * (ranks - 1) / ranks / (GB_per_s * 1e9) for nbytes in buckets(sizes, limit)]
-        found.append(Cost(name, len(before) + 1, len(before) * start, sum(before), start + last))
-    return found
+        seconds_of_messages = []
+        for nbytes in buckets(sizes, limit):
+            sent = 2 * nbytes * (ranks - 1) / ranks
+            seconds_of_messages.append(sent / (GB_per_s * 1e9))
+        *before, last = seconds_of_messages
+        choices.append(Cost(name, len(before) + 1, len(before) * start, sum(before), start + last))
+    return choices
 
 
 def bucket_costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> go.Figure:
-    """The three choices as bars of milliseconds, with the last message, which nothing hides, in red."""
-    found = costs(model, bucket_MB, start_us, GB_per_s, ranks)
-    parts = [Part(name, colour, [getattr(each, of) * 1e3 for each in found]) for of, (name, colour) in _PARTS.items()]
-    ends = {cost.name: f"<b>{plural(cost.messages, 'message')}</b>, last {seconds(cost.last)}" for cost in found}
+    """Draw the three choices as bars of milliseconds, with the last message, which nothing hides, in red."""
+    choices = costs(model, bucket_MB, start_us, GB_per_s, ranks)
+    parts = []
+    for part, (name, colour) in _PARTS.items():
+        parts.append(Part(name, colour, [getattr(cost, part) * 1e3 for cost in choices]))
+    ends, bars = {}, []
+    for cost in choices:
+        messages, last = plural(cost.messages, "message"), seconds(cost.last)
+        ends[cost.name] = f"<b>{messages}</b>, last {last}"
+        starts, transfer = seconds(cost.starts), seconds(cost.transfer)
+        bars.append(f"{cost.name}: {messages}, starts {starts}, bytes {transfer}, the last message {last}")
     figure = stacked_bars(ends, parts, "ms on the network in one step", "%{x:.3g} ms")
-    title = f"{found[1].name}: {plural(found[1].messages, 'message')}, {seconds(found[1].last)} after backward"
+    in_buckets = choices[1]
+    messages = plural(in_buckets.messages, "message")
+    title = f"{in_buckets.name}: {messages}, {seconds(in_buckets.last)} after backward"
     subtitle = (
         f"Computed for {model}, {size(sum(gradient_sizes(model)))} of gradients on {ranks} ranks; nothing was run"
     )
-    each = "; ".join(
-        f"{cost.name}: {plural(cost.messages, 'message')}, starts {seconds(cost.starts)}, bytes"
-        f" {seconds(cost.transfer)}, the last message {seconds(cost.last)}"
-        for cost in found
-    )
-    alt = f"Bars of the time that one step's messages take. {each}."
+    alt = f"Bars of the time that one step's messages take. {'; '.join(bars)}."
     return titled(figure, title, subtitle, alt, 240)

@@ -31,7 +31,7 @@ class Step:
 
     @property
     def messages(self) -> list[Call]:
-        """All calls of the step."""
+        """Return all calls of the step."""
         return [*self.during, *self.after]
 
 
@@ -55,11 +55,19 @@ def two_steps(attach: Callable[[nn.Module], Any]) -> list[Step]:
 
 
 def compared(model: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of all gradients by name; a key's bias has only rounding noise (softmax ignores it) and is left out."""
-    named = ((name, parameter.grad) for name, parameter in model.named_parameters() if not name.endswith("key.bias"))
-    return {name: None if grad is None else grad.clone() for name, grad in named}
+    """Return copies of all gradients by name, as they are compared; None where there is none.
+
+    A key's bias has only rounding noise (softmax ignores it) and is left out.
+    """
+    gradients: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("key.bias"):
+            continue
+        gradient = parameter.grad
+        gradients[name] = None if gradient is None else gradient.clone()
+    return gradients
 
 
 def gradients_by_step(steps: Sequence[Step]) -> dict[str, Any]:
-    """The facts of an exercise on gradients: `{"gradients of step 0": {"head.weight": ..., ...}, ...}`."""
+    """Return the facts of an exercise on gradients: `{"gradients of step 0": {"head.weight": ..., ...}, ...}`."""
     return {f"gradients of step {number}": step.gradients for number, step in enumerate(steps)}

@@ -12,7 +12,7 @@ from fsdplab.teaching.lessons.by_hand.on_ranks import SHARDING
 
 
 def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:
-    """ZeRO-1 or ZeRO-2 from the learner's three functions of notebook 04, and the lab's strategy of that name."""
+    """Train with ZeRO-1 or ZeRO-2 from the learner's three functions of notebook 04, and with the lab's strategy."""
     ways = [
         way(f"zero{stage}", f"{owner(*SHARDING)} ZeRO-{stage}"),
         way("lab", f"the lab's zero{stage}", strategy=f"zero{stage}"),

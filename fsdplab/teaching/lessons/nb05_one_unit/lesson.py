@@ -25,29 +25,45 @@ PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
 
 
 def rows_figure(rows: int, ranks: int) -> go.Figure:
-    """Every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
+    """Draw every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
     c = -(-rows // ranks)
-    places = [divmod(number, c) for number in range(ranks * c)]  # (rank, place) of each row, then of the padding
-    own = [Span(f"rank {rank}", place, 1, str(row)) for row, (rank, place) in enumerate(places[:rows])]
-    padding = [Span(f"rank {rank}", place, 1, "0") for rank, place in places[rows:]]
-    kinds = (("row of the tensor", CATEGORY_COLOURS["sharded_parameters"], own), ("padding", "#d0d4d9", padding))
-    hover = "%{{y}}, {} %{{text}}<extra></extra>"
-    figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
-    shown = range(0, c, max(1, c // 16))
+    row_cells, padding = [], []
+    for number in range(ranks * c):
+        rank, place = divmod(number, c)
+        if number < rows:
+            row_cells.append(Span(f"rank {rank}", place, 1, str(number)))
+        else:
+            padding.append(Span(f"rank {rank}", place, 1, "0"))
+    figure = go.Figure()
+    for name, colour, cells in (
+        ("row of the tensor", CATEGORY_COLOURS["sharded_parameters"], row_cells),
+        ("padding", "#d0d4d9", padding),
+    ):
+        figure.add_trace(lane(name, colour, cells, hovertemplate=f"%{{y}}, {name} %{{text}}<extra></extra>"))
+    ticks = range(0, c, max(1, c // 16))
     figure.update_xaxes(
-        title="place in the shard", range=[0, c], tickvals=[place + 0.5 for place in shown],
-        ticktext=[str(place) for place in shown], showgrid=False, zeroline=False,
-    )  # fmt: skip
+        title="place in the shard",
+        range=[0, c],
+        tickvals=[place + 0.5 for place in ticks],
+        ticktext=[str(place) for place in ticks],
+        showgrid=False,
+        zeroline=False,
+    )
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_layout(barmode="overlay")
-    empty = sum(rank * c >= rows for rank in range(ranks))
+
+    empty, shards = 0, []
+    for rank in range(ranks):
+        first, last = rank * c, min(rows, (rank + 1) * c) - 1
+        if first < rows:
+            shards.append(f"rank {rank} rows {first} to {last}")
+        else:
+            shards.append(f"rank {rank} no row")
+            empty += 1
     title = f"{rows} rows on {ranks} ranks: c = {c}, {plural(len(padding), 'padding row')}"
-    title += f", {plural(empty, 'rank')} without a row" if empty else ""
-    held = "; ".join(
-        f"rank {rank} " + (f"rows {rank * c} to {min(rows, (rank + 1) * c) - 1}" if rank * c < rows else "no row")
-        for rank in range(ranks)
-    )
-    alt = f"Cells of {c} places for each rank. {held}. {title}."
+    if empty:
+        title = f"{title}, {plural(empty, 'rank')} without a row"
+    alt = f"Cells of {c} places for each rank. {'; '.join(shards)}. {title}."
     return titled(figure, title, "Computed: every rank sends c rows", alt, 110 + 34 * ranks)
 
 
@@ -65,34 +81,43 @@ _KINDS = {
 
 
 def life_cells(rank: int, ranks: int = 2) -> Iterator[HeldCell]:
-    """All that one of `ranks` ranks holds, moment by moment; its shard is there from the first to the last."""
+    """Yield all that one of `ranks` ranks holds, moment by moment; its shard is there from the first to the last."""
     part = f"part {rank} of {ranks}"
     for moment, name in enumerate(MOMENTS):
         yield HeldCell(f"rank {rank}: shard", moment, "its own shard", part)
         if moment in _UNSHARDED:
-            arrives = name == "unshard"
-            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", "own" if arrives else "")
-            came = f"from {plural(ranks - 1, 'rank')}" if arrives else ""
-            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", came)
+            own, rest = "", ""  # labelled when they arrive
+            if name == "unshard":
+                own, rest = "own", f"from {plural(ranks - 1, 'rank')}"
+            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", own)
+            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", rest)
         if moment in _GRADIENT:
             yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
     yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", part)
 
 
 def life_diagram(ranks: int = 2) -> go.Figure:
-    """The eight moments of a layer on the first and the last of `ranks` ranks, with a play button."""
-    things = ("shard", "weight, own part", "weight, the rest", "gradient")
-    drawn = (0, ranks - 1)
-    rows = [f"rank {rank}: {thing}" for rank in drawn for thing in things]
-    return cells_in_time(
-        [cell for rank in drawn for cell in life_cells(rank, ranks)], rows, MOMENTS, _KINDS,
-        f"A layer on {ranks} ranks: whole while it computes, 1/{ranks} of it at rest",
-        "Drawn from the rule, nothing was run: what is in memory after each call, on the first and on the last rank",
+    """Draw the eight moments of a layer on the first and the last of `ranks` ranks, with a play button."""
+    cells: list[HeldCell] = []
+    rows = []
+    for rank in (0, ranks - 1):
+        cells += life_cells(rank, ranks)
+        rows += [f"rank {rank}: {thing}" for thing in ("shard", "weight, own part", "weight, the rest", "gradient")]
+    alt = (
         f"Cells of memory on the first and the last of {ranks} ranks over eight calls. The own shard is always there."
         " After each unshard, and during forward and backward, all parts of the weight are there, all but one of them"
         " from other ranks; reshard frees them. Backward leaves an unsharded gradient, which reduce turns into this"
-        " rank's part of the mean.",
-    )  # fmt: skip
+        " rank's part of the mean."
+    )
+    return cells_in_time(
+        cells,
+        rows,
+        MOMENTS,
+        _KINDS,
+        f"A layer on {ranks} ranks: whole while it computes, 1/{ranks} of it at rest",
+        "Drawn from the rule, nothing was run: what is in memory after each call, on the first and on the last rank",
+        alt,
+    )
 
 
 # ---- one layer's life, measured
@@ -121,45 +146,49 @@ class Life(HasTable):
 
     @property
     def peak_megabytes(self) -> float:
-        """Most that the layer's weight and gradient held at once, MB."""
+        """Return the most that the layer's weight and gradient held at once, in MB."""
         return max(held(moment) for moment in self.moments) / 1e6
 
     def table(self) -> Table:
-        """The largest difference from the unsharded layer, over all ranks."""
+        """Return the largest difference from the unsharded layer, over all ranks."""
         rows = [[name, f"{value:g}"] for name, value in self.differences.items()]
         return table(["", "largest difference from the whole layer"], rows, f"Measured on {self.ranks} real ranks.")
 
 
 def held(moment: dict[str, Any]) -> int:
-    """All bytes that a moment of a layer's life names."""
+    """Return all bytes that a moment of a layer's life names."""
     return sum(value for name, value in moment.items() if name != "moment")
 
 
 @doing("one layer's training step on real ranks")
 def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -> Life:
-    """One Linear of `rows` x `columns`, sharded, through a training step on real ranks with the functions in use."""
+    """Take one sharded Linear of `rows` x `columns` through a training step on real ranks, by the functions in use."""
     by_rank = _on_ranks("layer_life", world_size, parts=PARTS, rows=rows, columns=columns)
-    worst = {name: max(each["differences"][name] for each in by_rank) for name in by_rank[0]["differences"]}
+    worst = {}
+    for name in by_rank[0]["differences"]:
+        worst[name] = max(seen["differences"][name] for seen in by_rank)
     return Life(4 * rows * columns, world_size, tuple(by_rank[0]["moments"]), worst)
 
 
 def layer_figure(life: Life) -> go.Figure:
-    """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
-    top.
+    """Draw the bytes of one layer's weight and gradient after each moment of its life, stacked by kind.
+
+    Time runs from the top to the bottom.
     """
     totals = {moment["moment"]: held(moment) for moment in life.moments}
-    parts = [
-        Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], [moment[kind] / 1e6 for moment in life.moments])
-        for kind in life.moments[0] if kind != "moment"
-    ]  # fmt: skip
-    whole = 2 * life.weight_bytes
+    parts = []
+    for kind in life.moments[0]:
+        if kind != "moment":
+            megabytes = [moment[kind] / 1e6 for moment in life.moments]
+            parts.append(Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], megabytes))
+    whole = 2 * life.weight_bytes  # with its gradient
     levels = {f"unsharded: {size(whole)}": whole / 1e6}
     ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}
     figure = stacked_bars(ends, parts, "bytes held by one rank (MB)", "%{x:.3f} MB", levels=levels)
-    rest, peak = [*totals.values()][-1], max(totals.values())
-    title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
-    summary = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
+    at_rest, peak = list(totals.values())[-1], max(totals.values())
+    title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(at_rest)} at rest, {size(peak)} at the peak"
     where = f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call"
     subtitle = f"{where}; the messages' own buffers are left out"
-    alt = f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}."
+    bars = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
+    alt = f"Bars from top to bottom in time order: {bars}. Unsharded {size(whole)}."
     return titled(figure, title, subtitle, alt, height=140 + 34 * len(totals))

@@ -21,55 +21,63 @@ def read_dropped(payload: object) -> float:
 
 
 def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
-    """One Linear's training step on this rank with the learner's functions, and how far it is from the whole layer's.
+    """Take one Linear through a training step on this rank with the learner's functions, beside the whole layer.
 
     `payload`: workspace, parts (ids of exercises), rows, columns. Returns the bytes held after each moment, and the
     largest differences.
     """
     open_course(workspace=payload["workspace"])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     parts = SimpleNamespace(**functions(*payload["parts"]))
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
-    moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
-    expected, unsharded_gradient = _of_the_twin(twin, inputs)
-    mine = parts.shard(unsharded_gradient, dist.get_rank(), dist.get_world_size())
-    differences = {"output": outputs - expected[dist.get_rank()], "sharded gradient": gradients - mine}
-    return {"moments": moments, "differences": {name: float(value.abs().max()) for name, value in differences.items()}}
+    moments, output, gradient = _life(layer, inputs[rank], parts)
+    twin_outputs, twin_gradient = _of_the_twin(twin, inputs)
+    right_shard = parts.shard(twin_gradient, rank, ranks)
+    differences = {
+        "output": float((output - twin_outputs[rank]).abs().max()),
+        "sharded gradient": float((gradient - right_shard).abs().max()),
+    }
+    return {"moments": moments, "differences": differences}
 
 
 def _layer_and_twin(rows: int, columns: int) -> tuple[nn.Linear, nn.Linear, list[torch.Tensor]]:
+    """Return two equal layers, and the input of every rank, float32 [8, columns]."""
     torch.manual_seed(0)
     layer, twin = nn.Linear(columns, rows, bias=False), nn.Linear(columns, rows, bias=False)
     twin.load_state_dict(layer.state_dict())
-    return layer, twin, [torch.randn(8, columns, requires_grad=True) for _ in range(dist.get_world_size())]
+    inputs = [torch.randn(8, columns, requires_grad=True) for _ in range(dist.get_world_size())]
+    return layer, twin, inputs
 
 
 def _life(
     layer: nn.Linear, x: torch.Tensor, parts: SimpleNamespace
 ) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
-    """The life in time order, (moments, output, this rank's shard of the mean gradient)."""
+    """Return the life in time order: (moments, output, this rank's shard of the mean gradient)."""
     weight, whole = layer.weight, layer.weight.data
     moments: list[dict[str, Any]] = []
     reduced: torch.Tensor | None = None
 
     def note(moment: str) -> None:
-        gradient = 0 if weight.grad is None else weight.grad.nbytes
-        held = {
-            "sharded_parameters": mine.nbytes,
-            "unsharded_parameters": whole.untyped_storage().nbytes(),
-            "unsharded_gradients": gradient,
-        }
-        moments.append({"moment": moment, **held, "sharded_gradients": 0 if reduced is None else reduced.nbytes})
+        moments.append(
+            {
+                "moment": moment,
+                "sharded_parameters": shard.nbytes,
+                "unsharded_parameters": whole.untyped_storage().nbytes(),
+                "unsharded_gradients": 0 if weight.grad is None else weight.grad.nbytes,
+                "sharded_gradients": 0 if reduced is None else reduced.nbytes,
+            }
+        )
 
-    mine = parts.shard(whole, dist.get_rank(), dist.get_world_size())
+    shard = parts.shard(whole, dist.get_rank(), dist.get_world_size())
     parts.reshard(whole)
     note("shard (at rest)")
-    parts.unshard(mine, whole)
+    parts.unshard(shard, whole)
     note("unshard")
     y = layer(x)
     note("forward")
     parts.reshard(whole)
     note("reshard")
-    parts.unshard(mine, whole)
+    parts.unshard(shard, whole)
     note("unshard again")
     y.square().sum().backward()
     note("backward")
@@ -83,11 +91,12 @@ def _life(
 
 
 def _of_the_twin(twin: nn.Linear, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The whole layer's outputs for every rank's input, and the mean of its gradients."""
+    """Return the whole layer's outputs for every rank's input, and the mean of its gradients."""
     outputs, total = [], torch.zeros_like(twin.weight)
     for x in inputs:
         twin.weight.grad = None
-        outputs.append(twin(x))
-        outputs[-1].square().sum().backward()
+        y = twin(x)
+        y.square().sum().backward()
         total += twin.weight.grad
-    return [output.detach() for output in outputs], total / len(inputs)
+        outputs.append(y.detach())
+    return outputs, total / len(inputs)

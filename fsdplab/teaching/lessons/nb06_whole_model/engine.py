@@ -58,20 +58,25 @@ class MiniUnit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of memory behind `whole` now."""
+        """Return the bytes of memory behind `whole` now."""
         return self.whole.untyped_storage().nbytes()
 
     def take_gradient(self) -> torch.Tensor:
-        """The unsharded gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it.
+        """Return the unsharded gradient that autograd left on this rank, flat [P]; the parameters keep none of it.
 
         RuntimeError where there is none.
         """
-        if all(parameter.grad is None for parameter in self._parameters if parameter.requires_grad):
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in trained):
             raise RuntimeError(f"unit {self.name} has no gradient: take_gradient() comes after its backward, once")
-        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._parameters]
+        gradients = []
         for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:  # a frozen parameter, or one that the forward did not use
+                gradient = parameter.new_zeros(parameter.shape)
+            gradients.append(gradient.flatten())
             parameter.grad = None
-        return torch.cat([gradient.flatten() for gradient in gradients])
+        return torch.cat(gradients)
 
 
 class MiniFSDP:
@@ -80,14 +85,16 @@ class MiniFSDP:
     def __init__(self, model: nn.Module, is_unit: Wanted, parts: Parts) -> None:
         self.model, self.parts, self.log = model, parts, Log()
         self._named = list(model.named_parameters())
-        self._unfinished: dict[str, Callable[[], None]] = {}
-        found = list(chosen(model, is_unit))
-        self.units = [MiniUnit(name, parameters, parts) for name, _, parameters in found]
-        for unit, (_, module, _) in zip(self.units, found, strict=True):
+        self._unfinished: dict[str, Callable[[], None]] = {}  # what ends the backward of a unit that has begun it
+        self.units: list[MiniUnit] = []
+        modules = list(chosen(model, is_unit))
+        for name, _, parameters in modules:
+            self.units.append(MiniUnit(name, parameters, parts))
+        for unit, (_, module, _) in zip(self.units, modules, strict=True):
             self._attach(unit, module)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The shards: all that the optimizer sees."""
+        """Return the shards: all that the optimizer sees."""
         return [unit.mine for unit in self.units]
 
     def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
@@ -118,39 +125,48 @@ class MiniFSDP:
         module.register_forward_hook(forward_ends)
 
     def finish_backward(self) -> None:
-        """Call `after_backward` of the units whose inputs carry no gradient, the root above all; after
-        `loss.backward()`.
+        """Call `after_backward` of the units whose inputs carry no gradient, the root above all.
+
+        It is called after `loss.backward()`.
         """
         for backward_ends in list(self._unfinished.values()):
             backward_ends()
 
     def _run(self, phase: str, function: Callable[[], Any]) -> None:
+        """Call one of the learner's hooks, and note in which phase."""
         self.log.phase = phase
         with torch.no_grad():
             function()
 
     def _require(self, unit: MiniUnit, hook: str) -> None:
-        """Reading a tensor without memory would end the process, so the learner's guard stands in front of it."""
+        """Call the learner's guard: reading a tensor without memory would end the process."""
         try:
             self.parts.guarded(unit.whole, f"unit {unit.name}")
         except RuntimeError as error:
             raise RuntimeError(f"after {hook}: {error}") from None
 
     def _watched(self, unit: MiniUnit, name: str) -> Callable[..., Any]:
-        """One of the learner's functions, checked for its arguments and followed by a row of the log."""
+        """Return one of the learner's functions, checked for its arguments and followed by a row of the log."""
         function = getattr(self.parts, name)
         parameters = inspect.signature(function)
 
         def called(*given: Any, **named: Any) -> Any:
-            arguments = parameters.bind(*given, **named).args if named else given
+            arguments = given
+            if named:
+                arguments = parameters.bind(*given, **named).args
             require_arguments(unit, name, arguments)
             with WireLog() as wire:
                 returned = function(*arguments)
-            gathered = {each.name: each.gathered_bytes for each in self.units}
-            sent = [(call.kind, call.nbytes) for call in wire.calls]
-            where = {"step": self.log.step, "phase": self.log.phase, "unit": unit.name}
             self.log.rows.append(
-                {**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "unsharded": gathered}
+                {
+                    "step": self.log.step,
+                    "phase": self.log.phase,
+                    "unit": unit.name,
+                    "what": name,
+                    "calls": [(call.kind, call.nbytes) for call in wire.calls],
+                    "bytes": unit.mine.nbytes,
+                    "unsharded": {other.name: other.gathered_bytes for other in self.units},
+                }
             )
             return returned
 
@@ -158,7 +174,7 @@ class MiniFSDP:
 
     @torch.no_grad()
     def whole_parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter of the model, whole: unsharded a unit at a time."""
+        """Return every parameter of the model, whole: unsharded a unit at a time."""
         for unit in self.units:
             self.parts.unshard(unit.mine, unit.whole)
         values = {name: parameter.detach().clone() for name, parameter in self._named}
@@ -182,29 +198,31 @@ class EndOfBackward(torch.autograd.Function):
 
 
 def chosen(model: nn.Module, is_unit: Wanted) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """(name, module, parameters that no unit below holds) of every unit, the root last; units without parameters are
-    none.
+    """Yield (name, module, parameters that no unit below holds) of every unit, the root last.
+
+    Units without parameters are none.
     """
     modules = [(name, module) for name, module in model.named_modules() if name and is_unit(name, module)]
-    taken: set[nn.Parameter] = set()
+    held_below: set[nn.Parameter] = set()
     for name, module in [*reversed(modules), ("root", model)]:
         if type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which is never called, so nothing would unshard it; "
                 "choose the modules in it"
             )
-        own = [parameter for parameter in module.parameters() if parameter not in taken]
-        taken.update(own)
-        if own:
-            yield name, module, own
+        parameters = [parameter for parameter in module.parameters() if parameter not in held_below]
+        held_below.update(parameters)
+        if parameters:
+            yield name, module, parameters
 
 
 def four(functions: Any) -> tuple[Callable[[], Any], ...]:
-    """The four functions that `hooks` returned; TypeError that says what was returned instead."""
-    if isinstance(functions, (list, tuple)) and len(functions) == 4 and all(map(callable, functions)):
-        return tuple(functions)
-    several = isinstance(functions, (list, tuple))
-    got = f"{len(functions)} things ({_kinds(functions)})" if several else type(functions).__name__
+    """Return the four functions that `hooks` returned; TypeError that says what was returned instead."""
+    got = type(functions).__name__
+    if isinstance(functions, (list, tuple)):
+        if len(functions) == 4 and all(map(callable, functions)):
+            return tuple(functions)
+        got = f"{len(functions)} things ({_kinds(functions)})"
     raise TypeError(
         f"hooks returned {got}; return before_forward, after_forward, before_backward, after_backward (without calling"
         " them)"
@@ -212,25 +230,26 @@ def four(functions: Any) -> tuple[Callable[[], Any], ...]:
 
 
 def _kinds(things: Iterable[object]) -> str:
-    """`"3 function, 1 None"`."""
-    counted = Counter("None" if thing is None else type(thing).__name__ for thing in things)
-    return ", ".join(f"{count} {kind}" for kind, count in counted.items())
+    """Return what kinds there are: `"3 function, 1 None"`."""
+    counts = Counter("None" if thing is None else type(thing).__name__ for thing in things)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def wants_gradient(x: Any) -> bool:
-    """Whether `x` is a tensor that a backward will reach."""
+    """Return whether `x` is a tensor that a backward will reach."""
     return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 
 def require_arguments(unit: MiniUnit, name: str, arguments: tuple[Any, ...]) -> None:
-    """TypeError where a hook passes other arguments than the unit's own tensors: a swap would read freed memory."""
-    wanted = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
-    if wanted is None:
+    """Raise TypeError where a hook passes other arguments than the unit's own tensors.
+
+    A swap would read freed memory.
+    """
+    attributes = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
+    if attributes is None:
         return
-    if len(arguments) != len(wanted) or any(
-        got is not getattr(unit, attribute) for got, attribute in zip(arguments, wanted)
-    ):
-        raise TypeError(
-            f"{name} was called with other arguments; write"
-            f" {name}({', '.join(f'unit.{attribute}' for attribute in wanted)})"
-        )
+    tensors = [getattr(unit, attribute) for attribute in attributes]
+    are_own = all(argument is tensor for argument, tensor in zip(arguments, tensors))
+    if len(arguments) != len(tensors) or not are_own:
+        call = ", ".join(f"unit.{attribute}" for attribute in attributes)
+        raise TypeError(f"{name} was called with other arguments; write {name}({call})")

@@ -53,8 +53,9 @@ def sharded(model, is_unit=None):
 
 
 def take_engine() -> None:
-    """Take your hooks as well where their check passed, and let ranks say `from my_fsdp.in_use import sharded`: the
-    six functions as one engine, `sharded(model)`.
+    """Take your hooks as well where their check passed, and let ranks import the six functions as one engine.
+
+    Cells on ranks say `from my_fsdp.in_use import sharded`, and then `sharded(model)`.
     """
     use(*PARTS, "06.hooks", more=_ENGINE)
 
@@ -77,8 +78,9 @@ class Training(HasTable):
     """One training under the learner's engine, beside the lab's and the twin's where they ran too."""
 
     provenance: ClassVar = {
-        **dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"), "formula_bytes_per_step": "computed",
-    }  # fmt: skip
+        **dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"),
+        "formula_bytes_per_step": "computed",
+    }
     whose: str
     records: dict[str, RunRecord]
     losses: dict[str, list[float]]
@@ -88,30 +90,41 @@ class Training(HasTable):
 
     @property
     def mine(self) -> RunRecord:
-        """The record of the learner's engine."""
+        """Return the record of the learner's engine."""
         return self.records["my_fsdp"]
 
     @property
     def gathered_megabytes(self) -> float:
-        """Most MB that the learner's engine had unsharded at once on a rank."""
+        """Return the most MB that the learner's engine had unsharded at once on a rank."""
         return known(self.mine.summary.gathered_bytes) / 1e6
 
     def table(self) -> Table:
-        """Losses, distance from the twin, collectives, bytes and unsharded bytes, an engine a row."""
+        """Return losses, distance from the twin, collectives, bytes and unsharded bytes, an engine a row."""
         rows = []
         for name, losses in self.losses.items():
-            far, record = self.differs.get(name), self.records.get(name)
-            cells = [f"{far['largest']:g}", f"{far['floats']:,} of {far['of']:,}"] if far else ["", ""]
-            seen = record and record.summary
-            sent = [f"{seen.comm.collectives_per_step}", f"{seen.comm.bytes_per_step:,}"] if seen else ["", ""]
-            unsharded = f"{seen.gathered_bytes:,}" if seen else ""
-            rows.append([name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *cells, *sent, unsharded])
+            row = [name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", "", "", "", "", ""]
+            if name in self.differs:
+                differs = self.differs[name]
+                row[3:5] = [f"{differs['largest']:g}", f"{differs['floats']:,} of {differs['of']:,}"]
+            if name in self.records:
+                summary = self.records[name].summary
+                sent = summary.comm
+                row[5:] = [f"{sent.collectives_per_step}", f"{sent.bytes_per_step:,}", f"{summary.gathered_bytes:,}"]
+            rows.append(row)
         bytes_sent = f"{self.mine.summary.formula_bytes_per_step:,}"
-        formula = ["formula", *[""] * 4, f"{self.plan.collectives}", bytes_sent, f"{self.plan.peak:,}"]
-        header = ["", "first loss", "last loss", "largest difference from the twin", "floats that differ"]
-        header += ["collectives a step", "bytes sent a step", "bytes unsharded at most"]
-        how = f"Measured on {self.mine.spec['world_size']} real ranks, {self.whose}. The formula is computed."
-        return table(header, [*rows, formula], how)
+        rows.append(["formula", "", "", "", "", f"{self.plan.collectives}", bytes_sent, f"{self.plan.peak:,}"])
+        header = [
+            "",
+            "first loss",
+            "last loss",
+            "largest difference from the twin",
+            "floats that differ",
+            "collectives a step",
+            "bytes sent a step",
+            "bytes unsharded at most",
+        ]
+        ranks = self.mine.spec["world_size"]
+        return table(header, rows, f"Measured on {ranks} real ranks, {self.whose}. The formula is computed.")
 
 
 @doing("training under each engine in turn")
@@ -123,34 +136,44 @@ def train(
     prefetch: int = 1,
     world_size: int = 2,
 ) -> Training:
-    """Train a preset on the course's text under the learner's engine, and under the lab's and as the unsharded twin
-    beside it.
+    """Train a preset on the course's text under the learner's engine, the lab's, and as the unsharded twin.
 
     Blocks are units, or with `own_units` what the learner's `choose_units` chooses. `prefetch` is the lab's: units
     unsharded ahead.
     """
     work = {**WORK, "ranks": world_size, "model": model, "steps": steps}
-    computed = plan(model, solution("06.choose_units") if own_units else CHOICES["every block"])
+    is_unit = CHOICES["every block"]
+    if own_units:
+        is_unit = solution("06.choose_units")
+    computed = plan(model, is_unit)
     names = ["my_fsdp" if name == "mine" else name for name in engines]
     by_rank = _trained(work, names, own_units=own_units, prefetch=prefetch)
-    losses = {"twin": _mean(by_rank[0]["twin"])} if "twin" in names else {}
-    ran = {name: [each[name] for each in by_rank] for name in names if name != "twin"}
-    losses |= {name: _mean([run["losses"] for run in runs]) for name, runs in ran.items()}
-    records = {name: record_of(name, runs[0], losses[name], work, computed) for name, runs in ran.items()}
-    differing = {name: [run["differs"] for run in runs] for name, runs in ran.items() if "twin" in names}
-    differs = {name: max(found, key=lambda each: each["largest"]) for name, found in differing.items()}
-    rows = {name: runs[0]["rows"] for name, runs in ran.items()}
+
+    losses, records, differs, rows = {}, {}, {}, {}
+    if "twin" in names:
+        losses["twin"] = _mean(by_rank[0]["twin"])
+    for name in names:
+        if name == "twin":
+            continue
+        runs = [rank[name] for rank in by_rank]
+        losses[name] = _mean([run["losses"] for run in runs])
+        records[name] = record_of(name, runs[0], losses[name], work, computed)
+        rows[name] = runs[0]["rows"]
+        if "twin" in names:
+            differs[name] = max((run["differs"] for run in runs), key=lambda differs: differs["largest"])
     return Training(whose(*PARTS, "06.hooks"), records, losses, differs, rows, computed)
 
 
 def _trained(
     work: dict[str, Any], engines: Sequence[str], peaks: bool = False, own_units: bool = False, prefetch: int = 1
 ) -> list[dict[str, Any]]:
-    asked = {"engines": list(engines), "peaks": peaks, "own_units": own_units, "prefetch": prefetch}
-    return _on_ranks("train_all", work["ranks"], work=work, **asked)
+    """Train under each engine on ranks; return what each rank saw, by engine."""
+    options = {"engines": list(engines), "peaks": peaks, "own_units": own_units, "prefetch": prefetch}
+    return _on_ranks("train_all", work["ranks"], work=work, **options)
 
 
 def _mean(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean over the ranks of each step's loss; `by_rank` is `[rank][step]`."""
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
 
 
@@ -165,16 +188,16 @@ class Beside(HasTable):
     provenance: ClassVar = dict.fromkeys(("losses", "peak memory"), "measured")
 
     def megabytes(self, engine: str) -> float:
-        """MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""
+        """Return the MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""
         return self.peaks[engine] / 1e6
 
     def table(self) -> Table:
-        """The mean loss of the ranks in each step, and the peak, an engine a row."""
-        rows = [
-            [name, *(f"{loss:.6f}" for loss in losses), f"{self.megabytes(name):.0f}"]
-            for name, losses in self.losses.items()
-        ]
-        header = ["", *(f"loss, step {step}" for step in range(len(rows[0]) - 2)), "peak, MB"]
+        """Return the mean loss of the ranks in each step, and the peak, an engine a row."""
+        rows = []
+        for name, losses in self.losses.items():
+            rows.append([name, *(f"{loss:.6f}" for loss in losses), f"{self.megabytes(name):.0f}"])
+        steps = len(rows[0]) - 2
+        header = ["", *(f"loss, step {step}" for step in range(steps)), "peak, MB"]
         return table(header, rows, f"Measured on 2 real ranks, {self.model} in fp32; my_fsdp {self.whose}.")
 
 
@@ -183,8 +206,10 @@ def beside_ddp(model: str = "gpt-20m", steps: int = 3) -> Beside:
     """Train a preset under the learner's engine, and under torch's DDP and fully_shard, on the same text."""
     work = {**WORK, "model": model, "steps": steps, "ranks": 2}
     by_rank = _trained(work, ("my_fsdp", "DDP", "fully_shard"), peaks=True)
-    losses = {name: _mean([seen[name]["losses"] for seen in by_rank]) for name in by_rank[0]}
-    peaks = {name: max(seen[name]["peak"] for seen in by_rank) for name in by_rank[0]}
+    losses, peaks = {}, {}
+    for name in by_rank[0]:
+        losses[name] = _mean([rank[name]["losses"] for rank in by_rank])
+        peaks[name] = max(rank[name]["peak"] for rank in by_rank)
     return Beside(whose(*PARTS, "06.hooks"), model, losses, peaks)
 
 
@@ -193,57 +218,78 @@ _PROVENANCE = {"losses": "measured", "ledger": "measured", "formula_bytes_per_st
 
 
 def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """The rows of a learner's log as a ledger: one row a collective, with the bytes that its calls sent."""
-    return [
-        {
-            "rank": 0, "step": row["step"], "unit": row["unit"], "phase": row["phase"], "kind": _KINDS[row["what"]],
-            "logical_bytes": row["bytes"] * ranks,
-            "wire_bytes": round(sum(bytes_sent(Call(*call), ranks) for call in row["calls"])),
-        }
-        for row in rows
-        if row["what"] in _KINDS
-    ]  # fmt: skip
+    """Return the rows of a learner's log as a ledger: one row a collective, with the bytes that its calls sent."""
+    entries = []
+    for row in rows:
+        if row["what"] not in _KINDS:
+            continue
+        sent = sum(bytes_sent(Call(*call), ranks) for call in row["calls"])
+        entries.append(
+            {
+                "rank": 0,
+                "step": row["step"],
+                "unit": row["unit"],
+                "phase": row["phase"],
+                "kind": _KINDS[row["what"]],
+                "logical_bytes": row["bytes"] * ranks,
+                "wire_bytes": round(sent),
+            }
+        )
+    return entries
 
 
 def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[str, Any], plan: Plan) -> RunRecord:
-    """The record of one engine's run on rank 0; `run` holds `rows`, and `ledger` where the engine keeps its own."""
+    """Return the record of one engine's run on rank 0.
+
+    `run` holds `rows`, and `ledger` where the engine keeps its own.
+    """
     ranks, last = work["ranks"], work["steps"] - 1
-    rows = [{"rank": 0, **row} for row in run["ledger"]] if run["ledger"] else ledger(run["rows"], ranks)
-    step = [row for row in rows if row["step"] == last]
+    rows = [{"rank": 0, **row} for row in run["ledger"] or ()]
+    if not rows:
+        rows = ledger(run["rows"], ranks)
+    last_step = [row for row in rows if row["step"] == last]
+    comm = Comm(bytes_per_step=sum(row["wire_bytes"] for row in last_step), collectives_per_step=len(last_step))
     summary = Summary(
         losses=tuple(losses),
-        comm=Comm(bytes_per_step=sum(row["wire_bytes"] for row in step), collectives_per_step=len(step)),
+        comm=comm,
         formula_bytes_per_step=plan.traffic(ranks),
         gathered_bytes=max(sum(row["unsharded"].values()) for row in run["rows"]),
     )
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
-    return RunRecord(
-        Path("unsaved"), spec=spec, summary=summary, provenance=_PROVENANCE, tables={"ledger": rows, "steps": steps}
-    )
+    tables = {"ledger": rows, "steps": steps}
+    return RunRecord(Path("unsaved"), spec=spec, summary=summary, provenance=_PROVENANCE, tables=tables)
 
 
 def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
-    """Unsharded bytes after every unshard and reshard of the last step, stacked by unit, in time order from the top."""
-    rows = training.rows[engine]
-    rows = [row for row in rows if row["step"] == rows[-1]["step"] and row["what"] != "reduce"]
-    names = [f"{number}  {row['what']} {row['unit']}" for number, row in enumerate(rows, 1)]
-    totals = [sum(row["unsharded"].values()) for row in rows]
-    colours = dict(zip((name for name, _ in reversed(training.plan.units)), chain(COLOURS[:1], cycle(COLOURS[1:]))))
+    """Draw the unsharded bytes after every unshard and reshard of the last step, stacked by unit, in time order."""
+    all_rows = training.rows[engine]
+    last_step = all_rows[-1]["step"]
+    rows = [row for row in all_rows if row["step"] == last_step and row["what"] != "reduce"]
+
+    ends, described, totals = {}, [], []
+    for number, row in enumerate(rows, 1):
+        name = f"{number}  {row['what']} {row['unit']}"
+        total = sum(row["unsharded"].values())
+        totals.append(total)
+        ends[name] = f"<b>{size(total)}</b>"
+        described.append(f"{name} {size(total)}")
+
+    parts = []
+    colours = chain(COLOURS[:1], cycle(COLOURS[1:]))  # the root, which is last, has the first one
+    for (unit, _), colour in zip(reversed(training.plan.units), colours):
+        megabytes = [row["unsharded"].get(unit, 0) / 1e6 for row in rows]
+        parts.append(Part(unit, colour, megabytes))
     whole = sum(nbytes for _, nbytes in training.plan.units)
-    parts = [
-        Part(unit, colour, [row["unsharded"].get(unit, 0) / 1e6 for row in rows]) for unit, colour in colours.items()
-    ]
-    ends = {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
     levels = {f"whole model: {size(whole)}": whole / 1e6}
     figure = stacked_bars(ends, parts, "unsharded parameters on one rank (MB)", "%{x:.3f} MB", levels=levels)
-    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+
     spec = training.records[engine].spec
     how = "storages after each call" if engine == "my_fsdp" else "as its events announce"
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
     title = f"{engine}: at most {size(max(totals))} of {size(whole)} unsharded at once"
-    alt = f"Bars from top to bottom in time order: {summary}."
-    return titled(figure, title, subtitle, alt, height=140 + 30 * len(names))
+    alt = f"Bars from top to bottom in time order: {'; '.join(described)}."
+    return titled(figure, title, subtitle, alt, height=140 + 30 * len(ends))
 
 
 # ---- a schedule on real blocks
@@ -251,13 +297,13 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
 
 @doing("one step on real ranks, in the order of the schedule")
 def run_schedule(blocks: int = 4, width: int = 64, world_size: int = 2) -> Table:
-    """One step of real blocks in the order of the learner's schedule (or the reference), with the functions in use."""
+    """Take one step of real blocks in the order of the learner's schedule (or the reference), with those functions."""
     by_rank = _on_ranks("scheduled", world_size, blocks=blocks, width=width)
     computed = play(functions("06.schedule")["schedule"](blocks), blocks)
-    rows = [
-        [f"rank {rank}", f"{seen['differing']:,} of {seen['of']:,}", f"{seen['peak']:.2f}", str(computed.peak)]
-        for rank, seen in enumerate(by_rank)
-    ]
+    rows = []
+    for rank, seen in enumerate(by_rank):
+        differing = f"{seen['differing']:,} of {seen['of']:,}"
+        rows.append([f"rank {rank}", differing, f"{seen['peak']:.2f}", str(computed.peak)])
     header = ["", "gradients that differ from the twin's", "blocks in memory at most", "by the puzzle's arithmetic"]
     return table(header, rows, f"Measured on {world_size} real ranks {whose('06.schedule')}. Time was not looked at.")
 
@@ -276,8 +322,10 @@ CHOICES: dict[str, Wanted] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One choice of units: (name, bytes) of each, root last; the bytes of the largest chain without the root;
-    collectives.
+    """One choice of units, computed.
+
+    `units` are (name, bytes) of each, the root last. `chain` are the bytes of the largest unit together with the units
+    around it, without the root; `collectives` are those of a step.
     """
 
     units: tuple[tuple[str, int], ...]
@@ -287,56 +335,68 @@ class Plan:
 
     @property
     def root(self) -> int:
-        """Bytes of the root unit: unsharded from the beginning of the forward to the end of the backward."""
+        """Return the bytes of the root unit: unsharded from the beginning of the forward to the backward's end."""
         return dict(self.units).get("root", 0)
 
     @property
     def peak(self) -> int:
-        """Most bytes unsharded at once."""
+        """Return the most bytes that are unsharded at once."""
         return self.root + self.chain
 
     def traffic(self, ranks: int) -> int:
-        """Bytes that one rank sends in a step of full_shard, by the textbook's formula."""
+        """Return the bytes that one rank sends in a step of full_shard, by the textbook's formula."""
         return sum(entry.step_bytes for entry in step_traffic(self.shapes, "full_shard", ranks))
 
 
 def plan(model_name: str, is_unit: Wanted) -> Plan:
-    """The arithmetic of one choice, without a tensor: `plan("gpt-tiny", lambda name, module:
-    False).collectives == 2`.
-    """
-    shapes = {
-        name: [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(own)]
-        for name, _, own in chosen(build_model(model_name, device="meta"), is_unit)
-    }
-    held = {name: FLOAT * sum(math.prod(shape) for _, shape in own) for name, own in shapes.items()}
-    below = [name for name in held if name != "root"]
-    chain = max(
-        (sum(held[other] for other in below if f"{name}.".startswith(f"{other}.")) for name in below), default=0
-    )
-    units = tuple(UnitShapes(name, tuple(own)) for name, own in shapes.items())
-    return Plan(tuple(held.items()), chain, 3 * len(below) + 2 * ("root" in held), units)
+    """Compute one choice, without a tensor: `plan("gpt-tiny", lambda name, module: False).collectives == 2`."""
+    units, nbytes = [], {}
+    for name, _, parameters in chosen(build_model(model_name, device="meta"), is_unit):
+        shapes = [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(parameters)]
+        units.append(UnitShapes(name, tuple(shapes)))
+        nbytes[name] = FLOAT * sum(math.prod(shape) for _, shape in shapes)
+    below_root = [name for name in nbytes if name != "root"]
+    chain = 0
+    for name in below_root:
+        # a unit inside other units computes while these are unsharded too
+        around = [other for other in below_root if f"{name}.".startswith(f"{other}.")]
+        chain = max(chain, sum(nbytes[other] for other in around))
+    collectives = 3 * len(below_root)  # two all-gathers and a reduce-scatter each
+    if "root" in nbytes:
+        collectives += 2  # the root stays unsharded from forward to backward
+    return Plan(tuple(nbytes.items()), chain, collectives, tuple(units))
 
 
 def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
-    """Ready-made choices of units (and `more`) beside each other, computed."""
-    plans = {name: plan(model, is_unit) for name, is_unit in {**CHOICES, **more}.items()}
+    """Return ready-made choices of units (and `more`) beside each other, computed."""
     rows = []
-    for name, each in plans.items():
-        held = [size(each.root), size(each.chain) if each.chain else MISSING, size(each.peak)]
-        sent = size(each.traffic(2) // each.collectives)
-        rows.append([name, f"{len(each.units):,}", *held, f"{each.collectives:,}", sent])
+    for name, is_unit in {**CHOICES, **more}.items():
+        choice = plan(model, is_unit)
+        rows.append(
+            [
+                name,
+                f"{len(choice.units):,}",
+                size(choice.root),
+                size(choice.chain) if choice.chain else MISSING,
+                size(choice.peak),
+                f"{choice.collectives:,}",
+                size(choice.traffic(2) // choice.collectives),
+            ]
+        )
     header = ["units", "how many", "root", "largest other unit", "unsharded at most"]
     header += ["collectives a step", "sent by each, on average"]
     return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing unsharded ahead.")
 
 
 def largest_modules(model: str = "gpt-20m") -> Table:
-    """The modules of one block and of the root with their sizes: what can be a unit."""
+    """Return the modules of one block and of the root with their sizes: what can be a unit."""
     built = build_model(model, device="meta")
     rows = []
     for name, module in built.named_modules():
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        if parameters and (name.startswith("blocks.0") or "." not in name and name not in ("", "blocks")):
+        is_of_block = name.startswith("blocks.0")
+        is_of_root = "." not in name and name not in ("", "blocks")
+        if parameters and (is_of_block or is_of_root):
             rows.append([name, type(module).__name__, size(FLOAT * parameters)])
     caption = f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them."
     return table(["name", "class", "unsharded"], rows, caption)
@@ -345,32 +405,52 @@ def largest_modules(model: str = "gpt-20m") -> Table:
 def choices_figure(
     model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
 ) -> go.Figure:
-    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
-    (MB).
+    """Draw root and largest unit of each choice of units, with a target line and measured peaks (MB).
+
+    The whole model as one unit is left out.
     """
-    asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
-    plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
-    ends = {name: f"<b>{size(each.peak)} · {each.collectives} collectives</b>" for name, each in plans.items()}
+    plans = {}
+    for name, is_unit in {**CHOICES, **more}.items():
+        if name != "the whole model":
+            plans[name.replace("_", " ")] = plan(model, is_unit)
+    ends = {name: f"<b>{size(choice.peak)} · {choice.collectives} collectives</b>" for name, choice in plans.items()}
     parts = [
-        Part("root", COLOURS[0], [each.root / 1e6 for each in plans.values()]),
-        Part("largest unit, with units around it", COLOURS[1], [each.chain / 1e6 for each in plans.values()]),
+        Part("root", COLOURS[0], [choice.root / 1e6 for choice in plans.values()]),
+        Part("largest unit, with units around it", COLOURS[1], [choice.chain / 1e6 for choice in plans.values()]),
     ]
     levels = {f"target {size(target)}": target / 1e6} if target else {}
     figure = stacked_bars(ends, parts, "unsharded parameters at the peak (MB)", "%{x:.3f} MB", levels=levels)
-    if measured:
-        names, tick = [name.replace("_", " ") for name in measured], dict(color=DARK_INK, width=3)
-        hover = "%{y}<br>measured %{x:.3f} MB<extra></extra>"
-        look = dict(marker=dict(symbol="line-ns", line=tick), hovertemplate=hover)
-        figure.add_trace(points("measured", DARK_INK, list(measured.values()), names, 26, **look))
-    ranked = sorted(plans.items(), key=lambda each: -each[1].peak)
-    both = [f"{name}: {size(each.peak)} and {each.collectives}" for name, each in (ranked[0], ranked[-1])]
-    title = " collectives; ".join(both)
-    if more:
-        name, last = list(plans.items())[-1]
-        verdict = "" if not target else ", under the target" if last.peak <= target else ", over the target"
-        title = f"{name}: {size(last.peak)} unsharded in {last.collectives} collectives{verdict}"
     where = f"Computed for {model} in fp32, nothing unsharded ahead"
-    where += "; ticks are measured on CPU ranks" if measured else ""
-    said = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
-    alt = f"Bars of unsharded bytes: {said}." + (f" Target {size(target)}." if target else "")
+    if measured:
+        where = f"{where}; ticks are measured on CPU ranks"
+        figure.add_trace(_ticks(measured))
+    bars = "; ".join(
+        f"{name} {size(choice.peak)} with {choice.collectives} collectives" for name, choice in plans.items()
+    )
+    alt = f"Bars of unsharded bytes: {bars}."
+    if target:
+        alt = f"{alt} Target {size(target)}."
+    title = _choices_title(plans, target, names_last=bool(more))
     return titled(figure, title, where, alt, height=140 + 52 * len(plans))
+
+
+def _ticks(measured: dict[str, float]) -> go.Scatter:
+    """Return measured peaks as ticks across the bars of their choices."""
+    names = [name.replace("_", " ") for name in measured]
+    marker = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
+    hover = "%{y}<br>measured %{x:.3f} MB<extra></extra>"
+    return points("measured", DARK_INK, list(measured.values()), names, 26, marker=marker, hovertemplate=hover)
+
+
+def _choices_title(plans: dict[str, Plan], target: int | None, names_last: bool) -> str:
+    """Return a title with the choices of highest and lowest peak, or with the last choice and the target."""
+    if not names_last:
+        ranked = sorted(plans.items(), key=lambda named: -named[1].peak)
+        ends = [f"{name}: {size(choice.peak)} and {choice.collectives}" for name, choice in (ranked[0], ranked[-1])]
+        return " collectives; ".join(ends)
+    name, last = list(plans.items())[-1]
+    title = f"{name}: {size(last.peak)} unsharded in {last.collectives} collectives"
+    if not target:
+        return title
+    side = "under" if last.peak <= target else "over"
+    return f"{title}, {side} the target"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,10 @@ LOSSES, ROUNDING = "loss minus the twin's, by step", 1e-6
 
 
 def parts(**given: Callable[..., Any]) -> Parts:
-    """The learner's functions where their checks passed, else the references; those in `given` as they are."""
+    """Return the learner's functions where their checks passed, else the references.
+
+    Those in `given` are taken as they are.
+    """
     ids = PARTS if "hooks" in given else (*PARTS, "06.hooks")
     return Parts(**functions(*ids), **given)
 
@@ -49,68 +51,85 @@ class Library:
     log: Any = field(default_factory=Log)
 
     def parameters(self) -> Iterable[Tensor]:
-        """All that the optimizer sees."""
+        """Return all that the optimizer sees."""
         return self.model.parameters()
 
     def finish_backward(self) -> None:
-        """A library ends its backward by itself."""
+        """Do nothing: a library ends its backward by itself."""
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Every parameter of the model, whole."""
-        return {name: each.full_tensor().detach() for name, each in self.model.named_parameters()}
+        """Return every parameter of the model, whole."""
+        return {name: parameter.full_tensor().detach() for name, parameter in self.model.named_parameters()}
 
 
 Engine = MiniFSDP | Library
 
 
 def under(name: str, model: nn.Module, is_unit: Wanted | None, prefetch: int) -> Engine:
-    """The model under the learner's engine, the lab's, torch's DDP or its `fully_shard`; blocks are units unless told
-    otherwise, and `prefetch` is the lab's.
+    """Return the model under the learner's engine, the lab's, torch's DDP or its `fully_shard`.
+
+    Blocks are units unless `is_unit` says otherwise, and `prefetch` is the lab's.
     """
     if name == "my_fsdp":
         return MiniFSDP(model, is_unit or blocks_of(model), parts())
     if name == "DDP":
         return Library(DistributedDataParallel(model))
     if name == "lab":
-        events.subscribe(seen := Listener())
-        return Library(shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch), seen)
+        listener = Listener()
+        events.subscribe(listener)
+        units = is_unit or block_types(model)
+        return Library(shard_model(model, "full_shard", units=units, prefetch=prefetch), listener)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in [*filter(lambda module: isinstance(module, block_types(model)), model.modules()), model]:
+    blocks = [module for module in model.modules() if isinstance(module, block_types(model))]
+    for module in [*blocks, model]:
         fully_shard(module, mesh=mesh)
     return Library(model)
 
 
 def blocks_of(model: nn.Module) -> Wanted:
-    """Every block is a unit."""
+    """Return a choice of units: every block is one."""
     return lambda name, module: isinstance(module, block_types(model))
 
 
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of a rank at a step."""
+    """Return the batch of a rank at a step."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 
 def optimizer_of(work: Work, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """`work["optimizer"]`, AdamW unless it says SGD: Adam hides a gradient's wrong factor, which a check must not."""
+    """Return `work["optimizer"]`, AdamW unless it says SGD.
+
+    Adam hides a gradient's wrong factor, which a check must not.
+    """
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, work.get("optimizer", "AdamW"))
     return kind(parameters, lr=work["learning_rate"], fused=True)
 
 
 def trained(engine: Engine, work: Work, peak_of: str = "") -> tuple[list[float], int]:
-    """This rank's losses of a training, and the most bytes that it held in the second step if an engine is named."""
-    text, losses, cpu, peak = ByteText.from_standard_library(), [], torch.device("cpu"), 0
+    """Train, and return this rank's losses and the most bytes that it held in the second step.
+
+    The bytes are 0 unless `peak_of` names the engine.
+    """
+    text = ByteText.from_standard_library()
     optimizer = optimizer_of(work, engine.parameters())
+    rank = dist.get_rank()
+    losses, peak = [], 0
     for step in range(work["steps"]):
         engine.log.step = step
-        seen = dict(model=engine.model, optimizer=optimizer, engine=peak_of, device=cpu, ignore=[text.data])
-        with MemoryRecorder(**seen) if peak_of and step == 1 else nullcontext() as recorder:
-            losses.append(one_step(engine, optimizer, batch(text, work, step, dist.get_rank())))
-        peak = recorder.timeline.peak_total if recorder else peak
+        if not peak_of or step != 1:
+            losses.append(one_step(engine, optimizer, batch(text, work, step, rank)))
+            continue
+        recorder = MemoryRecorder(
+            model=engine.model, optimizer=optimizer, engine=peak_of, device=torch.device("cpu"), ignore=[text.data]
+        )
+        with recorder:
+            losses.append(one_step(engine, optimizer, batch(text, work, step, rank)))
+        peak = recorder.timeline.peak_total
     return losses, peak
 
 
 def one_step(engine: Engine, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
-    """One step of training; this rank's loss."""
+    """Take one step of training; return this rank's loss."""
     loss = loss_of(engine.model, *batch)
     loss.backward()
     engine.finish_backward()
@@ -120,8 +139,9 @@ def one_step(engine: Engine, optimizer: torch.optim.Optimizer, batch: tuple[Tens
 
 
 def twin_trained(work: Work) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order; the
-    losses by rank, and the parameters.
+    """Train without ranks, and return the losses by rank and the parameters.
+
+    A step takes each of `work["ranks"]` batches in turn, and averages gradients in rank order.
     """
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     optimizer, ranks = optimizer_of(work, model.parameters()), range(work["ranks"])
@@ -140,35 +160,41 @@ def twin_trained(work: Work) -> tuple[list[list[float]], dict[str, Tensor]]:
 
 
 def train_all(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train under every engine of `payload["engines"]` in turn: this rank's losses, rows of the log, and differences
-    from the twin where it is among them, or with `payload["peaks"]` the most bytes that the rank held.
+    """Train under every engine of `payload["engines"]` in turn; return this rank's losses and rows of the log.
+
+    Where the twin is among the engines there are differences from it, and with `payload["peaks"]` the most bytes that
+    the rank held.
     """
     open_course(workspace=payload["workspace"])
     work: Work = payload["work"]
-    found: dict[str, Any] = {}
-    is_unit = functions("06.choose_units")["choose_units"] if payload["own_units"] else None
+    is_unit = None
+    if payload["own_units"]:
+        is_unit = functions("06.choose_units")["choose_units"]
+    results: dict[str, Any] = {}
     if "twin" in payload["engines"]:
-        found["twin"], twins = twin_trained(work)
-    for name in [name for name in payload["engines"] if name != "twin"]:
+        results["twin"], twin_parameters = twin_trained(work)
+    for name in payload["engines"]:
+        if name == "twin":
+            continue
         model = build_model(work["model"], seed=work["seed"])
         engine = under(name, model, is_unit, payload["prefetch"])
         losses, peak = trained(engine, work, name if payload["peaks"] else "")
-        log = {"rows": engine.log.rows, "ledger": getattr(engine.log, "ledger", None)}
-        found[name] = {"losses": losses, "peak": peak, **log}
-        if "twin" in found:
-            found[name]["differs"] = difference(engine.whole_parameters(), twins)
+        ledger = getattr(engine.log, "ledger", None)
+        results[name] = {"losses": losses, "peak": peak, "rows": engine.log.rows, "ledger": ledger}
+        if "twin" in results:
+            results[name]["differs"] = difference(engine.whole_parameters(), twin_parameters)
         del model, engine
         gc.collect()  # a model under hooks is garbage in cycles, and would count under the next engine
-    return found
+    return results
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
-    """The largest difference over all parameters, and how many floats differ at all."""
-    apart = {name: (ours[name] - theirs[name]).abs() for name in theirs}
+    """Return the largest difference over all parameters, and how many floats differ at all."""
+    distances = [(ours[name] - theirs[name]).abs() for name in theirs]
     return {
-        "largest": max(float(value.max()) for value in apart.values()),
-        "floats": sum(int((value > 0).sum()) for value in apart.values()),
-        "of": sum(value.numel() for value in apart.values()),
+        "largest": max(float(distance.max()) for distance in distances),
+        "floats": sum(int((distance > 0).sum()) for distance in distances),
+        "of": sum(distance.numel() for distance in distances),
     }
 
 
@@ -183,9 +209,15 @@ class Listener:
 
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, events.Collective):
-            bytes_of = {"logical_bytes": event.logical_bytes, "wire_bytes": event.wire_bytes}
             self.ledger.append(
-                {"step": self.step, "unit": event.unit, "phase": event.phase, "kind": event.kind, **bytes_of}
+                {
+                    "step": self.step,
+                    "unit": event.unit,
+                    "phase": event.phase,
+                    "kind": event.kind,
+                    "logical_bytes": event.logical_bytes,
+                    "wire_bytes": event.wire_bytes,
+                }
             )
         elif isinstance(event, events.Tag) and event.category == "unsharded_parameters":
             self._held[event.unit] = event.nbytes
@@ -195,11 +227,12 @@ class Listener:
             self._row(event.unit, "reshard", event.phase)
 
     def _row(self, unit: str, what: str, phase: str) -> None:
+        """Add a row to the log, with the bytes that each unit has unsharded now."""
         self.rows.append({"step": self.step, "phase": phase, "unit": unit, "what": what, "unsharded": dict(self._held)})
 
 
 def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
-    """One forward and backward of a model under the learner's engine, on random tokens and with no optimizer."""
+    """Run one forward and backward of a model under the learner's engine, on random tokens, with no optimizer."""
     model = build_model(preset, seed=0)
     engine = MiniFSDP(model, is_unit, parts())
     tokens = torch.randint(0, model.config.vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
@@ -209,7 +242,7 @@ def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
 
 
 def largest_gathered(rows: list[dict[str, Any]]) -> int:
-    """Most bytes that all units together had unsharded at any moment."""
+    """Return the most bytes that all units together had unsharded at any moment."""
     return max((sum(row["unsharded"].values()) for row in rows), default=0)
 
 
@@ -217,30 +250,38 @@ def largest_gathered(rows: list[dict[str, Any]]) -> int:
 
 
 def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
-    """Train a small GPT under the learner's engine with these hooks, and the twin beside it: what differs, what one
-    step did.
+    """Train a small GPT under the learner's engine with these hooks, and the twin beside it.
 
-    The twin runs here and not in the notebook's process: another number of threads sums in another order.
+    Returns what differs, and what one step did. The twin runs here and not in the notebook's process: another number of
+    threads sums in another order.
     """
     model = build_model(work["model"], seed=work["seed"])
     engine = MiniFSDP(model, blocks_of(model), parts(hooks=hooks))
     losses, _ = trained(engine, work)
     last = [row for row in engine.log.rows if row["step"] == work["steps"] - 1]
-    kept, ours = sum(unit.gathered_bytes for unit in engine.units), engine.whole_parameters()
-    by_rank, twins = twin_trained(work)
-    apart = [loss - expected for loss, expected in zip(losses, by_rank[dist.get_rank()], strict=True)]
+    # before the parameters are made whole, which unshards
+    unsharded_after = sum(unit.gathered_bytes for unit in engine.units)
+    parameters = engine.whole_parameters()
+    twin_losses, twin_parameters = twin_trained(work)
+
+    distances = []
+    for loss, expected in zip(losses, twin_losses[dist.get_rank()], strict=True):
+        is_rounding = abs(loss - expected) <= ROUNDING
+        distances.append(0.0 if is_rounding else loss - expected)
+    differing = []
+    for name, value in twin_parameters.items():
+        # a key's bias moves all scores of a query alike, so its gradient is mere rounding
+        if name.endswith("key.bias"):
+            continue
+        if not (parameters[name] - value).abs().max() <= ROUNDING:  # `not <=`: NaN differs too
+            differing.append(name)
     return {
-        LOSSES: [0.0 if abs(value) <= ROUNDING else value for value in apart],
+        LOSSES: distances,
         "unshards in a step": sum(row["what"] == "unshard" for row in last),
         "reductions in a step": sum(row["what"] == "reduce" for row in last),
-        "bytes unsharded after a step": kept,
+        "bytes unsharded after a step": unsharded_after,
         "bytes unsharded at the peak": largest_gathered(last),
-        "parameters that differ from the twin's": [
-            name
-            for name, value in twins.items()
-            # a key's bias moves all scores of a query alike, so its gradient is mere rounding
-            if not name.endswith("key.bias") and not (ours[name] - value).abs().max() <= ROUNDING
-        ],
+        "parameters that differ from the twin's": differing,
     }
 
 
@@ -248,25 +289,32 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
 
 
 def scheduled(payload: dict[str, Any]) -> dict[str, Any]:
-    """One step of `blocks` blocks in the order of the learner's schedule: the most that was in memory, in blocks, and
-    how many floats of this rank's sharded gradients differ from the unsharded twin's.
+    """Take one step of `blocks` blocks in the order of the learner's schedule.
+
+    Returns the most that was in memory, in blocks (`peak`), and how many floats of this rank's sharded gradients differ
+    from the unsharded twin's (`differing`, `of`).
     """
     open_course(workspace=payload["workspace"])
-    blocks, width, own = payload["blocks"], payload["width"], parts(hooks=lambda *arguments: ())
-    steps = functions("06.schedule")["schedule"](blocks)
-    expected = _slices_of_the_twin(_blocks(blocks, width), own)
-    step = _Step(_blocks(blocks, width), _batch(dist.get_rank(), width), own)
-    held = [step.take(action, block) for action, block in steps]
-    differing = [int((unit.mine.grad != right).sum()) for unit, right in zip(step.units, expected, strict=True)]
-    return {"peak": max(held), "differing": sum(differing), "of": sum(len(right) for right in expected)}
+    blocks, width = payload["blocks"], payload["width"]
+    functions_in_use = parts(hooks=lambda *arguments: ())
+    actions = functions("06.schedule")["schedule"](blocks)
+    expected = _slices_of_the_twin(_blocks(blocks, width), functions_in_use)
+    step = _Step(_blocks(blocks, width), _batch(dist.get_rank(), width), functions_in_use)
+    peak = max([step.take(action, block) for action, block in actions])
+    differing = 0
+    for unit, right in zip(step.units, expected, strict=True):
+        differing += int((unit.mine.grad != right).sum())
+    return {"peak": peak, "differing": differing, "of": sum(len(right) for right in expected)}
 
 
 def _blocks(count: int, width: int) -> list[nn.Sequential]:
+    """Return equal blocks, with the same weights on every rank."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)]
 
 
 def _batch(rank: int, width: int) -> Tensor:
+    """Return the input of a rank, float32 [8, width]."""
     return torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
 
 
@@ -274,20 +322,29 @@ class _Step:
     """The blocks of one rank, its activations, and the actions on them."""
 
     def __init__(self, blocks: Sequence[nn.Module], batch: Tensor, parts: Parts) -> None:
-        self.blocks, self.parts, self.x = blocks, parts, batch
-        self.units = [MiniUnit(f"block {i}", list(block.parameters()), parts) for i, block in enumerate(blocks)]
+        self.blocks, self.parts = blocks, parts
+        self.x = batch  # the input of the next block
+        self.units = []
+        for number, block in enumerate(blocks):
+            self.units.append(MiniUnit(f"block {number}", list(block.parameters()), parts))
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 
     def take(self, action: str, block: int) -> float:
-        """Do one action; what is in memory after it (unsharded blocks and unsharded gradients), in blocks."""
+        """Do one action; return what is in memory after it (unsharded blocks and unsharded gradients), in blocks."""
         getattr(self, f"_{action}")(block)
         size = max(unit.whole.nbytes for unit in self.units)
-        return sum(unit.gathered_bytes for unit in self.units) / size + self._gradient_bytes() / size
+        unsharded = sum(unit.gathered_bytes for unit in self.units)
+        return unsharded / size + self._gradient_bytes() / size
 
     def _gradient_bytes(self) -> int:
-        gradients = [parameter.grad for block in self.blocks for parameter in block.parameters()]
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        """Return the bytes of unsharded gradients on this rank."""
+        nbytes = 0
+        for block in self.blocks:
+            for parameter in block.parameters():
+                if parameter.grad is not None:
+                    nbytes += parameter.grad.nbytes
+        return nbytes
 
     def _unshard(self, block: int) -> None:
         self.parts.unshard(self.units[block].mine.detach(), self.units[block].whole)
@@ -296,23 +353,31 @@ class _Step:
         self.parts.reshard(self.units[block].whole)
 
     def _forward(self, block: int) -> None:
+        """Compute a block, and keep its input and output for the backward."""
         self.inputs[block] = self.x.detach().requires_grad_()
         self.outputs[block] = self.blocks[block](self.inputs[block])
         self.x = self.outputs[block]
 
     def _backward(self, block: int) -> None:
-        last = block == len(self.blocks) - 1
-        whole = self.outputs[block].square().mean() if last else self.outputs[block]
-        whole.backward(None if last else self.inputs[block + 1].grad)
+        """Compute a block's gradients; the last block begins with the loss."""
+        output = self.outputs[block]
+        if block == len(self.blocks) - 1:
+            output.square().mean().backward()
+        else:
+            output.backward(self.inputs[block + 1].grad)
 
     def _reduce(self, block: int) -> None:
+        """Leave this rank's shard of the mean gradient in the unit."""
         self.units[block].mine.grad = self.parts.reduce(self.units[block].take_gradient())
 
 
 def _slices_of_the_twin(blocks: Sequence[nn.Module], parts: Parts) -> list[Tensor]:
-    """This rank's shards of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
+    """Return this rank's shards of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
     ranks, width = dist.get_world_size(), next(blocks[0].parameters()).shape[1]
     batches = [[(_batch(rank, width),)] for rank in range(ranks)]
     replay_gradients(nn.Sequential(*blocks), batches, lambda model, x: model(x).square().mean())
-    means = [torch.cat([each.grad.flatten() for each in block.parameters()]) for block in blocks]
-    return [parts.shard(mean, dist.get_rank(), ranks) for mean in means]
+    shards = []
+    for block in blocks:
+        mean = torch.cat([parameter.grad.flatten() for parameter in block.parameters()])
+        shards.append(parts.shard(mean, dist.get_rank(), ranks))
+    return shards

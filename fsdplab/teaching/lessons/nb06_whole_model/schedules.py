@@ -9,7 +9,7 @@ until it is reduced, each as one block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,23 +47,30 @@ class Played:
 
     @property
     def milliseconds(self) -> int:
-        """The end of the last action."""
+        """Return the end of the last action."""
         return max(span.end for span in self.actions)
 
     @property
     def peak(self) -> int:
-        """The most blocks and gradients that were in memory at once."""
+        """Return the most blocks and gradients that were in memory at once."""
         return len(self.held_at_peak)
 
     @property
     def held_at_peak(self) -> list[Span]:
-        """The blocks and gradients in memory when they are most, for the first time."""
-        times = sorted({span.start for span in self.memory})
-        return max(([span for span in self.memory if span.start <= time < span.end] for time in times), key=len)
+        """Return the blocks and gradients in memory when they are most, for the first time."""
+        most: list[Span] = []
+        for time in sorted({span.start for span in self.memory}):
+            held = [span for span in self.memory if span.start <= time < span.end]
+            if len(held) > len(most):
+                most = held
+        return most
 
 
 def shortest(blocks: int) -> int:
-    """ms that no schedule can beat: the first unshard, all computation, the last reduction. `shortest(4) == 28`."""
+    """Return the ms that no schedule can beat: the first unshard, all computation, the last reduction.
+
+    `shortest(4) == 28`.
+    """
     return MESSAGE + blocks * (FORWARD + BACKWARD) + MESSAGE
 
 
@@ -77,19 +84,23 @@ def play(steps: Any, blocks: int) -> Played:
 
 
 def _read(steps: Any, blocks: int) -> list[tuple[str, int]]:
-    """The entries, as (action, block) pairs of known actions and existing blocks."""
+    """Return the entries, as (action, block) pairs of known actions and existing blocks."""
     if steps is None:
         raise ScheduleError("expected a list of (action, block), got nothing: end the function with `return steps`")
     if not isinstance(steps, (list, tuple)):
         raise ScheduleError(f"expected a list of (action, block), got {type(steps).__name__}")
+    pairs = []
     for number, entry in enumerate(steps):
         if not isinstance(entry, (list, tuple)) or len(entry) != 2:
             raise ScheduleError(f'entry {number} is {entry!r}; expected a pair such as ("unshard", 0)')
-        if entry[0] not in ACTIONS:
+        action, block = entry
+        if action not in ACTIONS:
             raise ScheduleError(f"entry {number} is {entry!r}; the actions are {', '.join(ACTIONS)}")
-        if isinstance(entry[1], bool) or not isinstance(entry[1], int) or not 0 <= entry[1] < blocks:
+        is_number = isinstance(block, int) and not isinstance(block, bool)
+        if not is_number or not 0 <= block < blocks:
             raise ScheduleError(f"entry {number} is {entry!r}; there are blocks 0 to {blocks - 1}")
-    return [(entry[0], entry[1]) for entry in steps]
+        pairs.append((action, block))
+    return pairs
 
 
 @dataclass
@@ -108,20 +119,25 @@ class _Player:
     reduced: set[int] = field(default_factory=set)
 
     def _refuse(self, why: str) -> None:
+        """Raise ScheduleError with the entry that cannot be run."""
         raise ScheduleError(f"{self.at}: {why}")
 
     def _message(self, what: str, block: int) -> Span:
+        """Send a message as soon as the link is free; the rank does not wait for it."""
         start = max(self.now, self.link)
         self.link = start + MESSAGE
-        self.actions.append(Span(what, block, start, self.link))
-        return self.actions[-1]
+        message = Span(what, block, start, self.link)
+        self.actions.append(message)
+        return message
 
     def _unshard(self, block: int) -> None:
+        """Begin a block's unshard; the rank does not wait for it."""
         if block in self.unshards:
             self._refuse("it is unsharded already")
         self.unshards[block] = self._message("unshard", block)
 
     def _reshard(self, block: int) -> None:
+        """Free a block, whose unshard must have ended."""
         if block not in self.unshards:
             self._refuse("it is not unsharded")
         unshard = self.unshards.pop(block)
@@ -130,18 +146,26 @@ class _Player:
         self.memory.append(Span("unsharded", block, unshard.start, self.now))
 
     def _compute(self, what: str, block: int, lasts: int) -> int:
+        """Compute as soon as the block's unshard has ended; return when that is."""
         if block not in self.unshards:
             self._refuse("its parameters are not unsharded")
-        order = [("forward", each) for each in range(self.blocks)]
-        order += [("backward", each) for each in reversed(range(self.blocks))]
-        expected = order[len(self.computed)] if len(self.computed) < len(order) else ("the end of the step", "")
-        if (what, block) != expected:
-            self._refuse(f"now comes {expected[0]} {expected[1]}: forward runs from block 0 up, backward down again")
+        next_what, next_block = self._next_computation()
+        if (what, block) != (next_what, next_block):
+            self._refuse(f"now comes {next_what} {next_block}: forward runs from block 0 up, backward down again")
         start = max(self.now, self.unshards[block].end)
         self.now = start + lasts
         self.computed.append((what, block))
         self.actions.append(Span(what, block, start, self.now))
         return start
+
+    def _next_computation(self) -> tuple[str, int | str]:
+        """Return what must be computed next: forwards from block 0 up, then backwards down again."""
+        number = len(self.computed)
+        if number < self.blocks:
+            return "forward", number
+        if number < 2 * self.blocks:
+            return "backward", 2 * self.blocks - 1 - number
+        return "the end of the step", ""
 
     def _forward(self, block: int) -> None:
         self._compute("forward", block, FORWARD)
@@ -150,6 +174,7 @@ class _Player:
         self.gradients[block] = self._compute("backward", block, BACKWARD)
 
     def _reduce(self, block: int) -> None:
+        """Begin a gradient's reduction; the gradient is in memory until it ends."""
         if block not in self.gradients:
             self._refuse("it has no gradient to reduce: its backward comes first, and one reduction is enough")
         done = self._message("reduce", block)
@@ -157,7 +182,7 @@ class _Player:
         self.reduced.add(block)
 
     def finish(self) -> Played:
-        """The played step, if nothing was left undone."""
+        """Return the played step; ScheduleError where something was left undone."""
         missing = [block for block in range(self.blocks) if block not in self.reduced]
         self.at = "at the end"
         if len(self.computed) < 2 * self.blocks:
@@ -170,10 +195,16 @@ class _Player:
 
 
 def waits(played: Played) -> list[Span]:
-    """When the rank neither computes nor has ended: `Span("waits for", block, start, end)` before each computation."""
-    computing = [span for span in played.actions if span.what in ("forward", "backward")]
-    ends: Iterable[int] = [0, *(span.end for span in computing)]
-    return [Span("waits for", span.block, end, span.start) for end, span in zip(ends, computing) if end < span.start]
+    """Return when the rank waits before a computation: `Span("waits for", block, start, end)`."""
+    spans = []
+    free = 0  # the end of the computation before
+    for span in played.actions:
+        if span.what not in ("forward", "backward"):
+            continue
+        if free < span.start:
+            spans.append(Span("waits for", span.block, free, span.start))
+        free = span.end
+    return spans
 
 
 # ---- as a figure: what the rank and the link do, and what is in memory meanwhile
@@ -190,43 +221,49 @@ _LOOKS = {  # what -> its colour, its name in the legend
 
 
 def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
-    """What a schedule does: `schedule_figure(schedule(4))`. One that cannot run gives a figure that says why."""
+    """Draw what a schedule does: `schedule_figure(schedule(4))`. One that cannot run gives a figure that says why."""
     try:
         played = play(steps, blocks)
     except ScheduleError as error:
         empty = go.Figure().update_xaxes(visible=False).update_yaxes(visible=False)
         return titled(empty, "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=20)
+
+    names = ["rank", "link"]  # from the top
+    for block in range(blocks):
+        names += [f"block {block}", f"gradient {block}"]
+    rows = {name: float(len(names) - 1 - index) for index, name in enumerate(names)}
     waited = waits(played)
-    by_what: dict[str, list[Span]] = {what: [] for what in _LOOKS}
+    by_what: dict[str, list[Span]] = {what: [] for what in _LOOKS}  # in the order of the legend
     for span in [*played.actions, *waited, *played.memory]:
         by_what[span.what].append(span)
-    memory = [f"{thing} {block}" for block in range(blocks) for thing in ("block", "gradient")]
-    names = ["rank", "link", *memory]  # from the top
-    rows = {name: float(len(names) - 1 - index) for index, name in enumerate(names)}
-    figure = go.Figure([_bars(what, spans, rows) for what, spans in by_what.items() if spans])
-    figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * max(played.milliseconds, shortest(blocks))])
+    figure = go.Figure()
+    for what, spans in by_what.items():
+        if spans:
+            figure.add_trace(_bars(what, spans, rows))
+    longest = max(played.milliseconds, shortest(blocks))
+    figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * longest])
     figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), **CLOCK)
     figure.update_layout(barmode="overlay")
-    title = f"{played.milliseconds} ms (target {shortest(blocks)}), {played.peak} blocks in memory at most"
-    title += f" (target {MEMORY_TARGET})"
+
+    time = f"{played.milliseconds} ms (target {shortest(blocks)})"
+    title = f"{time}, {played.peak} blocks in memory at most (target {MEMORY_TARGET})"
     lost = sum(span.end - span.start for span in waited)
     where = f"Computed from the schedule; the rank waits {lost} ms for unshards"
-    in_time = sorted(played.actions, key=lambda span: span.start)
-    order = ", ".join(f"{span.what} {span.block} from {span.start} to {span.end}" for span in in_time)
-    alt = f"Bars of a rank and its link over time, in ms: {order}. {title}."
+    actions = []
+    for span in sorted(played.actions, key=lambda span: span.start):
+        actions.append(f"{span.what} {span.block} from {span.start} to {span.end}")
+    alt = f"Bars of a rank and its link over time, in ms: {', '.join(actions)}. {title}."
     return titled(figure, title, where, alt, height=140 + 34 * len(rows))
 
 
 def _bars(what: str, spans: Sequence[Span], rows: dict[str, float]) -> go.Bar:
-    """All spans of one kind; those of the rank and the link have their block's number."""
+    """Return all spans of one kind; those of the rank and the link have their block's number."""
     colour, name = _LOOKS[what]
-    lane_of = {"unsharded": "block {}", "gradient": "gradient {}", "unshard": "link", "reduce": "link"}
-    row = lane_of.get(what, "rank")
-    drawn = [
-        Drawn(
-            rows[row.format(span.block)], span.start, span.end - span.start,
-            str(span.block) if name == what else "", f"{name}, block {span.block}: {span.start} to {span.end} ms",
-        )
-        for span in spans
-    ]  # fmt: skip
+    row_of = {"unsharded": "block {}", "gradient": "gradient {}", "unshard": "link", "reduce": "link"}
+    row = row_of.get(what, "rank")
+    drawn = []
+    for span in spans:
+        label = str(span.block) if name == what else ""
+        hover = f"{name}, block {span.block}: {span.start} to {span.end} ms"
+        drawn.append(Drawn(rows[row.format(span.block)], span.start, span.end - span.start, label, hover))
     return lane(name, colour, drawn, 0.8)

@@ -42,48 +42,58 @@ InMs = list[tuple[float, float]]
 
 
 def split(record: RunRecord) -> StepSummary:
-    """The breakdown of a run that was profiled."""
-    found = breakdown_of(record)
-    assert found is not None, "the lesson's runs are profiled"
-    return found
+    """Return the breakdown of a run that was profiled."""
+    summary = breakdown_of(record)
+    assert summary is not None, "the lesson's runs are profiled"
+    return summary
 
 
 def on_the_link_ns(record: RunRecord) -> float:
-    """Exposed ns of the profiled step in which a message moves: the one number that the lesson calls exposed."""
+    """Return the exposed ns of the profiled step in which a message moves.
+
+    This is the one number that the lesson calls exposed.
+    """
     return known(split(record).on_link_ns)
 
 
 def by_cause(record: RunRecord) -> Table:
-    """The exposed time of a step by its cause, the most frequent first."""
+    """Return the exposed time of a step by its cause, the most frequent first."""
     _, _, cells = worst_cells(record)
-    spent: dict[str, float] = defaultdict(float)
+    exposed_ns: dict[str, float] = defaultdict(float)
     for cell in cells:
-        spent[cell.shown_cause.replace("_", " ")] += cell.exposed_ns
-    rows = [
-        [cause, f"{exposed / MS:.1f}", percent(exposed, sum(spent.values()))]
-        for cause, exposed in sorted(spent.items(), key=lambda each: -each[1])
-    ]
+        exposed_ns[cell.shown_cause.replace("_", " ")] += cell.exposed_ns
+    total = sum(exposed_ns.values())
+    rows = []
+    for cause in sorted(exposed_ns, key=lambda cause: -exposed_ns[cause]):
+        exposed = exposed_ns[cause]
+        rows.append([cause, f"{exposed / MS:.1f}", percent(exposed, total)])
     return table(["cause", "exposed, ms a step", "share"], rows)
 
 
 def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
-    """The learner's `exposed(M, C)` on the intervals of the record's usual step, beside the record's own number;
-    in ms.
+    """Return the learner's `exposed(M, C)` beside the record's own number, in ms.
+
+    M and C are the intervals of the record's usual step.
     """
     step, rows = timeline_of(record, None)
     begin = min(row["start_ns"] for row in rows)
+
+    def in_ms(intervals: Intervals) -> InMs:
+        return [((start - begin) / MS, (end - begin) / MS) for start, end in intervals]
+
     cells = []
     for rank in sorted({row["rank"] for row in rows}):
-        lists = [_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",))]
-        moved, computed = ([((start - begin) / MS, (end - begin) / MS) for start, end in each] for each in lists)
-        own = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
-        both = [f"{exposed(moved, computed):.1f}", f"{own['exposed_ns'] / MS:.1f}"]
-        cells.append([f"rank {rank}", len(moved), len(computed), *both])
+        moved = in_ms(_intervals(rows, rank, COLLECTIVES))
+        computed = in_ms(_intervals(rows, rank, ("compute",)))
+        recorded = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
+        by_learner, by_lab = exposed(moved, computed), recorded["exposed_ns"] / MS
+        cells.append([f"rank {rank}", len(moved), len(computed), f"{by_learner:.1f}", f"{by_lab:.1f}"])
     header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
     return table(header, cells, "A step on the steady card, simulated.")
 
 
 def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
+    """Return the (start, end) of a rank's rows in some lanes, in ns."""
     return [(row["start_ns"], row["end_ns"]) for row in rows if row["rank"] == rank and row["lane"] in lanes]
 
 
@@ -91,7 +101,10 @@ def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
 
 
 def computing_ms(record: RunRecord) -> float:
-    """Milliseconds of forward and backward in the usual step, mean over the ranks; the optimizer's step is left out."""
+    """Return the milliseconds of forward and backward in the usual step, mean over the ranks.
+
+    The optimizer's step is left out.
+    """
     _, rows = timeline_of(record, None)
     spent: dict[int, int] = defaultdict(int)
     for row in rows:
@@ -101,21 +114,33 @@ def computing_ms(record: RunRecord) -> float:
 
 
 def inflation(runs: Mapping[str, RunRecord]) -> Table:
-    """Forward and backward of each run beside the first one's, which sends nothing;
-    with the step and what was hidden.
+    """Return forward and backward of each run beside the first one's, which sends nothing.
+
+    The table has the step, and what was hidden, too.
     """
     first = next(iter(runs.values()))
-    rows = []
+    first_computing, first_step = computing_ms(first), known(first.summary.step_time_s.median)
+    rows, others = [], []
     for name, record in runs.items():
-        own, computed, step = split(record), computing_ms(record), known(record.summary.step_time_s.median)
-        hidden = percent(own.overlapped_ns, own.communication_ns) if own.communication_ns else "nothing sent"
-        beside = [computed / computing_ms(first), step / known(first.summary.step_time_s.median)]
-        rows.append([name, f"{computed:.0f}", f"{beside[0]:.2f}", hidden, f"{1e3 * step:.0f}", f"{beside[1]:.2f}"])
+        computing, step = computing_ms(record), known(record.summary.step_time_s.median)
+        summary = split(record)
+        hidden = "nothing sent"
+        if summary.communication_ns:
+            hidden = percent(summary.overlapped_ns, summary.communication_ns)
+        rows.append(
+            [
+                name,
+                f"{computing:.0f}",
+                f"{computing / first_computing:.2f}",
+                hidden,
+                f"{1e3 * step:.0f}",
+                f"{step / first_step:.2f}",
+            ]
+        )
+        if record is not first:
+            others.append(replace(view(record), strategy=name, engine="lab"))
     header = ["run", "forward + backward, ms", "compute inflation", "communication hidden"]
     header += ["step, ms", "times the first"]
-    others = [
-        replace(view(record), strategy=name, engine="lab") for name, record in runs.items() if record is not first
-    ]
     caption = "Measured on this machine, computing under the profiler; the link of the emulated row is emulated."
     fastest = f"Of the runs that send, {fastest_words(others)}."
     return table(header, rows, f"{caption} {fastest} {why_it_differs(busiest(list(runs.values())))}")
@@ -125,7 +150,7 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
 
 
 def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
-    """The exposed time that even a perfect schedule leaves: `least_exposed_ms(300, 500) == 200`."""
+    """Return the exposed time that even a perfect schedule leaves: `least_exposed_ms(300, 500) == 200`."""
     return max(0.0, communication_ms - compute_ms)
 
 
@@ -135,32 +160,53 @@ _LINES = (("#e01f3d", 3, "solid"), ("#4aa3e0", 3, "solid"), ("#6b7380", 2, "dash
 
 
 def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
-    """Exposed part of the communication (y) over the link (x), a line a schedule; `link` is marked, and the title has
-    its ms.
+    """Draw the exposed part of the communication (y) over the link (x), a line a schedule.
 
-    The axis is in doublings of the slowest link: as much width from 25 to 50 MB/s as from 3,200 to 6,400.
+    `link` is marked, and the title has its ms. The axis is in doublings of the slowest link: as much width from 25 to
+    50 MB/s as from 3,200 to 6,400.
     """
-    links = sorted({at for points in curves.values() for at, _, _ in points})
-    places = {at: math.log2(at / links[0]) for at in links}
+    links = sorted({speed for points in curves.values() for speed, _, _ in points})
+    places = {speed: math.log2(speed / links[0]) for speed in links}
     figure = go.Figure()
     for (name, points), (colour, width, dash) in zip(curves.items(), _LINES, strict=True):
-        shares = [100 * shown / moved for _, shown, moved in points]
+        at = [places[speed] for speed, _, _ in points]
+        shares = [100 * exposed / moved for _, exposed, moved in points]
         hover = f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms<extra></extra>"
-        at = [places[each] for each, _, _ in points]
-        drawn = line(name, colour, at, shares, width, dash, customdata=list(map(list, points)), hovertemplate=hover)
-        figure.add_trace(drawn)
-    names = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{at:,}" for at in links])
-    figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **names)
+        rows = [list(point) for point in points]
+        figure.add_trace(line(name, colour, at, shares, width, dash, customdata=rows, hovertemplate=hover))
+
+    figure.update_xaxes(
+        title_text="link (MB/s)",
+        range=[-0.3, places[links[-1]] + 0.3],
+        tickmode="array",
+        tickvals=list(places.values()),
+        ticktext=[f"{speed:,}" for speed in links],
+    )
     figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
-    marked = dict(x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4))
-    figure.add_shape(type="line", **marked)
-    here = {name: next(each[1:] for each in points if each[0] == link) for name, points in curves.items()}
-    parts = [f"{seconds(shown / 1e3) if shown else '0 ms'} ({name})" for name, (shown, _) in here.items()]
-    moved = seconds(next(iter(here.values()))[1] / 1e3)
-    title = f"{link:,} MB/s, {tokens} tokens: messages take {moved}; exposed are {', '.join(parts[:2])}"
-    least = f"at least {parts[-1].partition(' (')[0]} under any schedule"
+    mark = dict(color=GRID, width=4)
+    figure.add_shape(type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=mark)
+
+    (on_demand, demand_name), (ahead, ahead_name), (least_possible, _) = _exposed_at(link, curves)
+    _, _, moved = _point_at(link, next(iter(curves.values())))
+    parts = f"{on_demand} ({demand_name}), {ahead} ({ahead_name})"
+    title = f"{link:,} MB/s, {tokens} tokens: messages take {seconds(moved / 1e3)}; exposed are {parts}"
+    least = f"at least {least_possible} under any schedule"
     where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
     return titled(figure, title, where, f"Lines of exposed time over the link. {title}; {least}.", 324)
+
+
+def _point_at(link: int, points: list[tuple[int, float, float]]) -> tuple[int, float, float]:
+    """Return the point of a curve at a link, (MB/s, exposed ms, ms of all communication)."""
+    return next(point for point in points if point[0] == link)
+
+
+def _exposed_at(link: int, curves: Curves) -> list[tuple[str, str]]:
+    """Return (exposed time, name) of each curve at a link: `("120 ms", "one unit ahead")`."""
+    words = []
+    for name, points in curves.items():
+        _, exposed, _ = _point_at(link, points)
+        words.append((seconds(exposed / 1e3) if exposed else "0 ms", name))
+    return words
 
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
@@ -169,12 +215,12 @@ MOST_AHEAD = {"unsharded when needed": 0, "one unit ahead": 1}  # the curves, by
 
 
 def exposed_over_links(job: RunSpec) -> Callable[[int, int], go.Figure]:
-    """A figure for sliders: exposed ms of the job's step on the steady card over the link, for a number of tokens.
+    """Return a figure for sliders: exposed ms of the job's step on the steady card over the link, for some tokens.
 
     The curves of `TOKENS` are computed at once, before a slider is moved.
     """
-    for each in TOKENS:
-        curves_of(job, each, LINKS)
+    for tokens_of_a_rank in TOKENS:
+        curves_of(job, tokens_of_a_rank, LINKS)
 
     def drawn(megabytes_per_second: int, tokens: int) -> go.Figure:
         curves = curves_of(job, tokens, tuple(sorted({*LINKS, megabytes_per_second})))
@@ -185,20 +231,23 @@ def exposed_over_links(job: RunSpec) -> Callable[[int, int], go.Figure]:
 
 @lru_cache(maxsize=32)
 def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
-    """(MB/s, exposed ms, ms of all communication) points by the schedule's name, and of what no schedule can hide."""
-    found: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
+    """Return (MB/s, exposed ms, ms of all communication) points by the schedule's name.
+
+    The last curve is what no schedule can hide.
+    """
+    curves: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
     for link in links:
         behind = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
-        timed = {name: steady(replace(behind, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
-        rows = next(iter(timed.values())).table("timeline")
+        records = {name: steady(replace(behind, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
+        rows = next(iter(records.values())).table("timeline")
         moved = length(_intervals(rows, 0, COLLECTIVES)) / MS
         # the optimizer's step is left out, as no message may travel under it
-        computed = length(_intervals([row for row in rows if row["phase"] != "optimizer"], 0, ("compute",))) / MS
-        exposed_ms = {name: 1e3 * known(record.summary.comm.exposed_s) for name, record in timed.items()}
-        exposed_ms["no schedule can hide"] = least_exposed_ms(computed, moved)
-        for name, milliseconds in exposed_ms.items():
-            found[name].append((link, milliseconds, moved))
-    return found
+        before_optimizer = [row for row in rows if row["phase"] != "optimizer"]
+        computed = length(_intervals(before_optimizer, 0, ("compute",))) / MS
+        for name, record in records.items():
+            curves[name].append((link, 1e3 * known(record.summary.comm.exposed_s), moved))
+        curves["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
+    return curves
 
 
 # ---- the learner's rule
@@ -212,21 +261,30 @@ class Ruled(Schedule):
     rule: Rule
 
     def before_forward(self, unit: str) -> list[str]:
-        """Note that `unit` begins; what the rule says to unshard behind its forward."""
+        """Note that `unit` begins; return what the rule says to unshard behind its forward."""
         super().before_forward(unit)
-        return self._said(self._learned, unit) if self._learned else []
+        if not self._learned:  # the first step: the order is not known yet
+            return []
+        return self._said(self._learned, unit)
 
     def before_backward(self, unit: str) -> list[str]:
-        """What the rule says to unshard behind the backward of `unit`."""
+        """Return what the rule says to unshard behind the backward of `unit`."""
         order = self._ended[::-1]
-        return self._said(order, unit) if unit in order else []
+        if unit not in order:
+            return []
+        return self._said(order, unit)
 
     def _said(self, order: list[str], unit: str) -> list[str]:
-        return [name for name in type(self).rule(list(order), order.index(unit), self.depth) if name in order]
+        """Return the units that the rule names, of those that there are."""
+        names = type(self).rule(list(order), order.index(unit), self.depth)
+        return [name for name in names if name in order]
 
 
 def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
-    """A step of the job on the steady card, whose all-gathers set out when `rule(order, position, depth)` says so."""
+    """Take a step of the job on the steady card, with a learner's rule for its all-gathers.
+
+    They set out when `rule(order, position, depth)` says so.
+    """
     return steady(job, schedule=type("Learners", (Ruled,), {"rule": staticmethod(rule)}))
 
 
@@ -235,17 +293,21 @@ def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
 
 @doing("training with your settings on 2 ranks, whose computing is emulated")
 def on_the_card(settings: dict[str, Any]) -> Table:
-    """The exposed ms of a step on the emulated card with these settings, on two real ranks, by collective and phase;
-    ValueError for settings that are none.
+    """Return the exposed ms of a step on the emulated card with these settings, by collective and phase.
+
+    Two real ranks train. ValueError for settings that are none.
     """
-    if refused := complaint(settings):
+    refused = complaint(settings)
+    if refused:
         raise ValueError(refused)
     by_rank = _on_ranks("on_this_rank", **settings)
-    worst = max(by_rank, key=lambda one: sum(one["exposed"].values()))
-    exposed = {**worst["exposed"], "sum": sum(worst["exposed"].values())}
+    worst = max(by_rank, key=lambda rank: sum(rank["exposed"].values()))
+    total = sum(worst["exposed"].values())
+    rows = [[name, f"{ms:.0f}"] for name, ms in worst["exposed"].items()]
+    rows.append(["sum", f"{total:.0f}"])
+    chosen = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     caption = (
-        f"{', '.join(f'{name}={value!r}' for name, value in settings.items())}: {exposed['sum']:.0f} of"
-        f" {worst['communication_ms']:.0f} ms are exposed (target {TARGET_MS}). Link and compute emulated, engine and"
-        " ranks real."
+        f"{chosen}: {total:.0f} of {worst['communication_ms']:.0f} ms are exposed (target {TARGET_MS}). Link and"
+        " compute emulated, engine and ranks real."
     )
-    return table(["exposed in one step", "ms"], [[name, f"{ms:.0f}"] for name, ms in exposed.items()], caption)
+    return table(["exposed in one step", "ms"], rows, caption)

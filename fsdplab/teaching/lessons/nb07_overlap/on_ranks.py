@@ -58,34 +58,39 @@ class Card:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is computed and nothing has moved yet."""
+        """Begin a step: nothing is computed and nothing has moved yet."""
         self.free_ns = time.time_ns()
         self.computed: list[tuple[int, int]] = []
         self.moved: dict[str, list[tuple[int, int]]] = {place: [] for place in PLACES.values()}
 
     def compute(self, seconds: float) -> None:
-        """The card computes for so long, from when it is free; the host waits for it."""
-        start, self.free_ns = self.free_ns, self.free_ns + round(1e9 * seconds)
+        """Compute for so long, from when the card is free; the host waits for it."""
+        start = self.free_ns
+        self.free_ns = start + round(1e9 * seconds)
         self.computed.append((start, self.free_ns))
         time.sleep(max(0, self.free_ns - time.time_ns()) / 1e9)
 
     def on_event(self, event: events.Event) -> None:
-        """The host has waited for a message: the card goes on when the link has delivered it."""
+        """Note a message that the host has waited for: the card goes on when the link has delivered it."""
         if isinstance(event, events.Collective):
             self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
             self.free_ns = max(self.free_ns, event.end_ns)
 
     def exposed(self) -> dict[str, float]:
-        """|M without C| in ms by place; what two messages expose at once is the first place's."""
-        covered, found = union(self.computed), {}
+        """Return |M without C| in ms by place; what two messages expose at once is the first place's."""
+        covered = union(self.computed)
+        exposed_ms = {}
         for place, transfers in self.moved.items():
-            found[place] = length(subtract(transfers, covered)) / 1e6
+            exposed_ms[place] = length(subtract(transfers, covered)) / 1e6
             covered = union(covered, transfers)
-        return found
+        return exposed_ms
 
     def communication_ms(self) -> float:
-        """All messages, each for itself."""
-        return sum(end - start for transfers in self.moved.values() for start, end in transfers) / 1e6
+        """Return the time of all messages, each for itself."""
+        nanoseconds = 0
+        for transfers in self.moved.values():
+            nanoseconds += sum(end - start for start, end in transfers)
+        return nanoseconds / 1e6
 
 
 class Computing(torch.autograd.Function):
@@ -93,14 +98,14 @@ class Computing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, card: Card, takes: tuple[float, float]) -> Tensor:
-        """A sleeping rank takes no core from the other."""
+        """Sleep for the forward's time: a sleeping rank takes no core from the other."""
         ctx.card, ctx.seconds = card, takes[1]
         card.compute(takes[0])
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Before the gradients are there, as computing them would take time."""
+        """Sleep before the gradients are there, as computing them would take time."""
         ctx.card.compute(ctx.seconds)
         return gradient, None, None
 
@@ -110,71 +115,84 @@ class Part(nn.Linear):
 
     def __init__(self, card: Card, share: float, sequences: int) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        self.card, self.takes = card, (share * sequences * FORWARD_MS / 1e3, share * sequences * BACKWARD_MS / 1e3)
+        self.card = card
+        blocks = share * sequences  # so many blocks' work on one sequence
+        self.takes = (blocks * FORWARD_MS / 1e3, blocks * BACKWARD_MS / 1e3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return Computing.apply(y, self.card, self.takes) if any(self.takes) else y
+        if not any(self.takes):
+            return y
+        return Computing.apply(y, self.card, self.takes)
 
 
 class Block(nn.Sequential):
-    """A unit's worth of linear layers; `evenly` gives each its own time, else the last has that of all (fewer
-    wake-ups).
+    """A unit's worth of linear layers.
+
+    `evenly` gives each its own time, else the last has that of all, which wakes the rank less often.
     """
 
     def __init__(self, card: Card, evenly: bool, sequences: int) -> None:
-        shares = [1 / PARTS] * PARTS if evenly else [0.0] * (PARTS - 1) + [1.0]
+        shares = [0.0] * (PARTS - 1) + [1.0]
+        if evenly:
+            shares = [1 / PARTS] * PARTS
         super().__init__(*(Part(card, share, sequences) for share in shares))
 
 
 def complaint(settings: Any) -> str:
-    """Why these settings cannot be tried, or nothing."""
+    """Return why these settings cannot be tried, or nothing."""
     if not isinstance(settings, Mapping):
         return f"expected a dict of settings, got {type(settings).__name__}"
     for name, value in settings.items():
         if name not in SETTINGS:
             return f"unknown setting {name!r}; you choose {', '.join(SETTINGS)}"
-        if name == "batch_size" and not isinstance(value, bool) and isinstance(value, int) and value > MOST_SEQUENCES:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if name == "batch_size" and is_number and value > MOST_SEQUENCES:
             return f"batch_size={value} does not fit: the memory of this card holds {MOST_SEQUENCES} sequences"
         if isinstance(value, bool) or value not in SETTINGS[name]:
             return f"{name}={value!r}; expected one of {', '.join(map(repr, SETTINGS[name]))}"
     missing = [name for name in SETTINGS if name not in settings]
-    return f"{', '.join(missing)} missing; give a value for each" if missing else ""
+    if missing:
+        return f"{', '.join(missing)} missing; give a value for each"
+    return ""
 
 
 def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Exposed ms of the best of the steps, by collective and phase, and all its communication.
+    """Return the exposed ms of the best of the steps, by collective and phase, and all its communication.
 
     The best, because a busy machine can only add: a rank that wakes late makes the others wait. After a step with
     which all ranks are within the target no other is needed.
     """
-    card, seen = Card(), []
+    card, steps = Card(), []
     model = _sharded(payload, card)
     unsubscribe = events.subscribe(card.on_event)
-    for _ in range(1 + STEPS):
+    for number in range(1 + STEPS):
         card.begin()
         model(torch.ones(1, WIDTH)).sum().backward()
         model.zero_grad()
-        seen.append({"exposed": card.exposed(), "communication_ms": card.communication_ms()})
-        most = torch.tensor(total(seen[-1]))
+        step = {"exposed": card.exposed(), "communication_ms": card.communication_ms()}
+        steps.append(step)
+        most = torch.tensor(total(step))
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        if len(seen) > 1 and most <= TARGET_MS:
+        if number > 0 and most <= TARGET_MS:
             break
     unsubscribe()
-    return min(seen[1:], key=total)
+    return min(steps[1:], key=total)
 
 
 def total(step: Mapping[str, Any]) -> float:
-    """All ms of a step that are exposed."""
+    """Return all ms of a step that are exposed."""
     return float(sum(step["exposed"].values()))
 
 
 def _sharded(settings: Mapping[str, Any], card: Card) -> nn.Module:
-    linear = settings["units"] == "linear"
-    blocks = nn.Sequential(*(Block(card, linear, settings["batch_size"]) for _ in range(BLOCKS)))
-    named: dict[str, Sequence[type[nn.Module]] | str] = {"linear": (Part,), "block": (Block,), "model": "root"}
-    units = named[settings["units"]]
+    """Return blocks on the card, sharded as the settings say, behind the emulated link."""
+    has_linear_units = settings["units"] == "linear"
+    blocks = nn.Sequential(*(Block(card, has_linear_units, settings["batch_size"]) for _ in range(BLOCKS)))
+    units_of: dict[str, Sequence[type[nn.Module]] | str] = {"linear": (Part,), "block": (Block,), "model": "root"}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard_model(blocks, "full_shard", units=units, mp_policy=policy, prefetch=settings["prefetch"])
+    model = shard_model(
+        blocks, "full_shard", units=units_of[settings["units"]], mp_policy=policy, prefetch=settings["prefetch"]
+    )
     emulate(model, shard=Link(BYTES_PER_S, LATENCY_MS / 1e3, settings["link_queues"]))
     return model

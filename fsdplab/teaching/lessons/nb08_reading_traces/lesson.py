@@ -30,12 +30,12 @@ Row = dict[str, Any]
 
 
 def recorded() -> RunRecord:
-    """The record of lesson 08; RecordError says what to do where it is missing."""
+    """Load the record of lesson 08; RecordError says what to do where it is missing."""
     return recorded_run("traces-08")
 
 
 def exports() -> Path:
-    """A folder for exported traces, in the learner's own."""
+    """Return a folder for exported traces, in the learner's own; it is made where it is not there."""
     folder = current().workspace.path / "exports"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -45,17 +45,25 @@ def exports() -> Path:
 
 
 def ranges(trace: Path, first: int = 12) -> Table:
-    """The first named ranges of a trace, and how many events there are of which kind."""
+    """Return the first named ranges of a trace, and how many events there are of which kind."""
     complete = [event for event in ChromeTrace(trace) if event.get("ph") == "X"]
-    named = sorted((event for event in complete if event["name"].startswith("FSDP::")), key=lambda event: event["ts"])
-    begin = next(nanoseconds(event["ts"]) for event in complete if event["name"].startswith("ProfilerStep#"))
-    rows = [
-        [event["name"], _ms(nanoseconds(event["ts"]) - begin), _ms(nanoseconds(event["dur"]))]
-        for event in named[:first]
-    ]
-    operators = sum(event["name"].startswith("aten::") for event in complete)
-    caption = f"Measured: the first {len(rows)} of {len(named)} ranges of the engine; "
-    caption += f"the file holds {len(complete):,} events, {operators:,} of them operators."
+    engine_ranges, step_starts, operators = [], [], 0
+    for event in complete:
+        if event["name"].startswith("FSDP::"):
+            engine_ranges.append(event)
+        elif event["name"].startswith("ProfilerStep#"):
+            step_starts.append(nanoseconds(event["ts"]))
+        elif event["name"].startswith("aten::"):
+            operators += 1
+    engine_ranges.sort(key=lambda event: event["ts"])
+    rows = []
+    for event in engine_ranges[:first]:
+        begins = nanoseconds(event["ts"]) - step_starts[0]
+        rows.append([event["name"], _ms(begins), _ms(nanoseconds(event["dur"]))])
+    caption = (
+        f"Measured: the first {len(rows)} of {len(engine_ranges)} ranges of the engine;"
+        f" the file holds {len(complete):,} events, {operators:,} of them operators."
+    )
     return table(["name", "begins, ms", "takes, ms"], rows, caption)
 
 
@@ -63,148 +71,189 @@ def ranges(trace: Path, first: int = 12) -> Table:
 
 
 def sets(record: RunRecord, rank: int = 0) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """(length of the step, computing, communicating) of a rank's profiled step, in ns since the step began; intervals
-    may overlap.
+    """Return (length of the step, computing, communicating) of a rank's profiled step.
+
+    Times are in ns since the step began; intervals may overlap.
     """
     rows = timeline(record, rank)
-    begin, end = next((row["start_ns"], row["end_ns"]) for row in rows if row["lane"] == "step")
+    step = next(row for row in rows if row["lane"] == "step")
+    begin, end = step["start_ns"], step["end_ns"]
 
     def pairs(*lanes: str) -> list[tuple[int, int]]:
-        inside = [clip([(row["start_ns"], row["end_ns"])], begin, end) - begin for row in rows if row["lane"] in lanes]
-        return [(int(start), int(stop)) for each in inside for start, stop in each]
+        intervals = []
+        for row in rows:
+            if row["lane"] not in lanes:
+                continue
+            for start, stop in clip([(row["start_ns"], row["end_ns"])], begin, end) - begin:
+                intervals.append((int(start), int(stop)))
+        return intervals
 
     return end - begin, pairs("compute"), pairs(*COLLECTIVES)
 
 
 def timeline(record: RunRecord, rank: int) -> list[Row]:
-    """The timeline of a rank's profiled step: the last one, since the memory step has a timeline as well."""
+    """Return the timeline of a rank's profiled step: the last one, since the memory step has a timeline as well."""
     step = max(row["step"] for row in record.table("breakdown"))
-    return [row for row in record.table("timeline") if row["rank"] == rank and row["step"] == step]
+    return [row for row in record.table("timeline") if (row["rank"], row["step"]) == (rank, step)]
 
 
 def breakdown(record: RunRecord, rank: int = 0) -> Row:
-    """The four parts of a rank's profiled step, as the lab accounts for them."""
-    return max((row for row in record.table("breakdown") if row["rank"] == rank), key=lambda row: row["step"])
+    """Return the four parts of a rank's profiled step, as the lab accounts for them."""
+    steps = [row for row in record.table("breakdown") if row["rank"] == rank]
+    return max(steps, key=lambda row: row["step"])
 
 
 def parts_table(record: RunRecord, rank: int = 0) -> Table:
-    """Three of the four parts of a rank's step, and the step; the fourth is left for the reader."""
+    """Return three of the four parts of a rank's step, and the step; the fourth is left for the reader."""
     row = breakdown(record, rank)
-    rows = [[name.replace("_", " "), _ms(row[f"{name}_ns"])] for name in PARTS[:-1]]
+    rows = []
+    for name in PARTS[:-1]:
+        rows.append([name.replace("_", " "), _ms(row[f"{name}_ns"])])
+    rows.append(["other", "?"])
+    rows.append(["the step", _ms(row["step_ns"])])
     caption = f"Rank {rank}; computing is measured, communication is on the emulated link's clock."
-    return table(["part of the step", "ms"], [*rows, ["other", "?"], ["the step", _ms(row["step_ns"])]], caption)
+    return table(["part of the step", "ms"], rows, caption)
 
 
 # ---- gaps and causes
 
 
 def gaps(record: RunRecord, rank: int = 0) -> list[Row]:
-    """The exposed rows of a rank's profiled step, the most exposed first."""
+    """Return the exposed rows of a rank's profiled step, the most exposed first."""
     step = breakdown(record, rank)["step"]
-    rows = [row for row in record.table("exposed") if row["rank"] == rank and row["step"] == step]
+    rows = [row for row in record.table("exposed") if (row["rank"], row["step"]) == (rank, step)]
     return sorted(rows, key=lambda row: -row["exposed_ns"])
 
 
 def worst(record: RunRecord, rank: int = 0) -> Row:
-    """The most exposed collective."""
+    """Return the most exposed collective."""
     return gaps(record, rank)[0]
 
 
 def transfers(record: RunRecord, rank: int = 0) -> Table:
-    """When each collective was issued, taken up by the link and delivered;
-    the causes are left for the reader to find.
+    """Return when each collective was issued, taken up by the link and delivered.
+
+    The causes are left for the reader to find.
     """
-    analysis = _analysed(record, rank)
-    begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
-    computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
-    rows, messages = [], _messages(record, rank)
+    events = _analysed(record, rank).rows("timeline")
+    begin = next(event["start_ns"] for event in events if event["lane"] == "step")
+    computing = [(event["start_ns"], event["end_ns"]) for event in events if event["lane"] == "compute"]
+    messages = _messages(record, rank)
+    rows = []
     for row in messages:
         times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
-        before = length(clip(computing, begin, row["issue_ns"]))
-        rows.append([row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)])
-    apart = max(row["issue_ns"] - row["start_ns"] for row in messages)
+        computed_before = length(clip(computing, begin, row["issue_ns"]))
+        rows.append([*_message(row), *times, _ms(row["exposed_ns"]), _ms(computed_before)])
     header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms"]
     caption = f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated."
-    if apart > 0:
-        caption += f" The profiler's clock and the link's differ by up to {apart / MS:.2f} ms."
+    clocks_apart = max(row["issue_ns"] - row["start_ns"] for row in messages)  # > 0: taken up before it was issued
+    if clocks_apart > 0:
+        caption = f"{caption} The profiler's clock and the link's differ by up to {clocks_apart / MS:.2f} ms."
     return table([*header, "computing before, ms"], rows, caption)
 
 
 def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
+    """Read a rank's trace, with what the run's own record adds to it."""
     return analyse_trace(traces_of(record)[rank], ledger=record.table("ledger"), life=record.table("life"), rank=rank)
 
 
 def at(record: RunRecord, percent_of_step: int) -> Table:
-    """The activity of every rank at one instant, for a slider."""
+    """Return the activity of every rank at one instant, for a slider."""
     ranks = sorted({row["rank"] for row in record.table("breakdown")})
-    begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
-    instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])
-    rows = [[str(rank), *_doing(timeline(record, rank), instant)] for rank in ranks]
+    timelines = {rank: timeline(record, rank) for rank in ranks}
+    starts = []
+    for events in timelines.values():
+        starts += [event["start_ns"] for event in events if event["lane"] == "step"]
+    since_begin = round(percent_of_step / 100 * breakdown(record)["step_ns"])
+    instant = min(starts) + since_begin
+    rows = [[str(rank), *_doing(events, instant)] for rank, events in timelines.items()]
     header = ["rank", "computing", "communicating", "so this instant is"]
-    return table(header, rows, f"{_ms(instant - begin)} ms into the step.")
+    return table(header, rows, f"{_ms(since_begin)} ms into the step.")
 
 
 def _doing(rows: Sequence[Row], instant: int) -> list[str]:
-    now = [row for row in rows if row["start_ns"] <= instant < row["end_ns"]]
-    work = [f"{row['unit'] or 'root'} {row['phase']}".strip() for row in now if row["lane"] == "compute"]
-    talk = sorted({f"{row['lane']} of {row['unit'] or 'root'}" for row in now if row["lane"] in COLLECTIVES})
-    kind = ("overlapped" if talk else "compute only") if work else "exposed" if talk else "other"
-    return [", ".join(work) or "-", ", ".join(talk) or "-", kind]
+    """Return what a rank computes and communicates at an instant, and which part of the step that makes it."""
+    computing: list[str] = []
+    communicating: set[str] = set()
+    for row in rows:
+        if not row["start_ns"] <= instant < row["end_ns"]:
+            continue
+        unit = row["unit"] or "root"
+        if row["lane"] == "compute":
+            computing.append(f"{unit} {row['phase']}".strip())
+        elif row["lane"] in COLLECTIVES:
+            communicating.add(f"{row['lane']} of {unit}")
+    # (computes, communicates) -> the part of the step
+    part = {
+        (True, True): "overlapped",
+        (True, False): "compute only",
+        (False, True): "exposed",
+        (False, False): "other",
+    }[bool(computing), bool(communicating)]
+    return [", ".join(computing) or "-", ", ".join(sorted(communicating)) or "-", part]
 
 
 def key(record: RunRecord, rank: int = 0) -> Table:
-    """The answer key: every exposed collective of a rank with its cause."""
+    """Return the answer key: every exposed collective of a rank with its cause."""
     rows = []
     for cell in exposed_cells(gaps(record, rank), steps=1):
-        times = [_ms(cell.communication_ns), _ms(cell.exposed_ns)]
-        rows.append([cell.unit or "root", cell.phase, cell.kind, *times, cell.shown_cause.replace("_", " ")])
+        cause = cell.shown_cause.replace("_", " ")
+        takes, exposed = _ms(cell.communication_ns), _ms(cell.exposed_ns)
+        rows.append([cell.unit or "root", cell.phase, cell.kind, takes, exposed, cause])
     header = ["unit", "phase", "collective", "takes, ms", "exposed, ms", "cause"]
     return table(header, rows, f"Rank {rank}, most exposed first; computing and copies measured, the link emulated.")
 
 
 def diagnosis(record: RunRecord) -> Note:
-    """The findings as text, the costliest first."""
-    found = enumerate(findings(record), 1)
-    return Note(tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in found))
+    """Return the findings as text, the costliest first."""
+    lines = []
+    for number, finding in enumerate(findings(record), 1):
+        lines.append(f"{number}. {finding.title}. {finding.text} {finding.remedy}")
+    return Note(tuple(lines))
 
 
 def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
-    """The learner's split of every exposed message of a rank, beside the exposed time and the cause in the record."""
-    issued = {_identity(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
-    cells = exposed_cells(gaps(record, rank), 1)
-    causes = {(cell.unit or "root", cell.phase, cell.kind): cell.shown_cause for cell in cells}
+    """Return the learner's split of every exposed message of a rank, beside the record's time and cause."""
+    issued_by_peer = {_message(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
+    causes = {}
+    for cell in exposed_cells(gaps(record, rank), 1):
+        causes[cell.unit or "root", cell.phase, cell.kind] = cell.shown_cause.replace("_", " ")
     rows = []
     for row in _messages(record, rank):
         if not row["exposed_ns"]:
             continue
+        message = _message(row)
         # the exposed time of a message ends when it is delivered, or copied
         needed = row["end_ns"] - row["exposed_ns"]
-        split = waited(row["issue_ns"], issued[_identity(row)], row["start_ns"], row["end_ns"], needed)
-        place = (row["unit"] or "root", row["phase"], row["kind"])
+        split = waited(row["issue_ns"], issued_by_peer[message], row["start_ns"], row["end_ns"], needed)
         parts = [_ms(split[name]) for name in WAITS]
-        rows.append([*place, *parts, _ms(row["exposed_ns"]), causes[place].replace("_", " ")])
+        rows.append([*message, *parts, _ms(row["exposed_ns"]), causes[message]])
     header = ["unit", "phase", "collective", *WAITS, "exposed, ms", "the lab's cause"]
     return table(header, rows, f"Rank {rank}, ms. Issued: measured; taken and delivered: the emulated link's clock.")
 
 
 def _messages(record: RunRecord, rank: int) -> list[Row]:
+    """Return the collectives of a rank's trace, in the order of issue."""
     return sorted(_analysed(record, rank).rows("collectives"), key=lambda row: row["issue_ns"])
 
 
-def _identity(row: Row) -> tuple[str, str, str]:
-    return row["unit"], row["phase"], row["kind"]
+def _message(row: Row) -> tuple[str, str, str]:
+    """Return what names a message of a step on every rank: unit, phase, and kind of collective."""
+    return row["unit"] or "root", row["phase"], row["kind"]
 
 
 # ---- the remedy
 
 
 def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
-    """What each run sent, and its exposed time: of the same job on the steady card, and of the run on this machine."""
+    """Return what each run sent, and its exposed time: of the same job on the steady card, and of the run here."""
     rows = []
     for run, card in zip(runs, on_card, strict=True):
-        here, there = run.summary.comm, card.summary.comm
-        exposed = [f"{1e3 * known(comm.exposed_s):.1f} ({known(comm.overlap):.0%} hidden)" for comm in (there, here)]
-        rows.append([str(run.spec["prefetch"]), f"{known(here.bytes_per_step) / 1e3:.0f}", *exposed])
+        nbytes = known(run.summary.comm.bytes_per_step)
+        exposed = []
+        for comm in (card.summary.comm, run.summary.comm):
+            exposed.append(f"{1e3 * known(comm.exposed_s):.1f} ({known(comm.overlap):.0%} hidden)")
+        rows.append([str(run.spec["prefetch"]), f"{nbytes / 1e3:.0f}", *exposed])
     caption = (
         f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
         " step of the rank exposed longest."
@@ -214,4 +263,5 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
 
 
 def _ms(nanoseconds_: float) -> str:
+    """Return nanoseconds as milliseconds, with one decimal."""
     return f"{nanoseconds_ / MS:.1f}"

@@ -29,7 +29,7 @@ STRATEGIES = OVER_ALL_RANKS  # that keep one copy over all ranks, the least shar
 
 
 def job(**choices: Any) -> RunSpec:
-    """The lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
+    """Return the lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
     return RunSpec(**{**JOB, **choices})
 
 
@@ -42,51 +42,62 @@ class Told(Watcher):
     def ended(self, record: RunRecord) -> None:
         """Print the line of a run."""
         self._ended += 1
-        over = ", over the card" if view(record).over_card else ""
-        why = f": {record.failure['message']}" if record.failure else ""
-        print(f"{record.spec['strategy']}: {record.status}{over} ({self._ended} of {self._runs}){why}")
+        outcome = record.status
+        if view(record).over_card:
+            outcome = f"{outcome}, over the card"
+        line = f"{record.spec['strategy']}: {outcome} ({self._ended} of {self._runs})"
+        if record.failure:
+            line = f"{line}: {record.failure['message']}"
+        print(line)
 
 
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:
-    """The first run of a strategy."""
+    """Return the first run of a strategy."""
     return next(run for run in runs if run.spec["strategy"] == strategy)
 
 
 def recorded() -> list[RunRecord]:
-    """The five runs of the lesson as they were recorded once: real ranks, bytes and peaks."""
+    """Load the five runs of the lesson as they were recorded once: real ranks, bytes and peaks."""
     return [recorded_run(f"lesson-11/{name}") for name in STRATEGIES]
 
 
 def peak(run: RunRecord) -> int:
-    """Bytes at the peak of the worst rank."""
+    """Return the bytes at the peak of the worst rank."""
     return known(run.summary.peak_memory_bytes.total)
 
 
 def exposed(run: RunRecord) -> float:
-    """Exposed seconds a step, as in the figures."""
+    """Return the exposed seconds a step, as in the figures."""
     return known(run.summary.comm.exposed_s)
 
 
 def step_s(run: RunRecord) -> float:
-    """The median step in seconds."""
+    """Return the median step in seconds."""
     return known(run.summary.step_time_s.median)
 
 
 def on_the_link(run: RunRecord) -> float:
-    """Seconds that the link was busy in a rank's last step: bytes over bandwidth, hidden or not."""
+    """Return the seconds that the link was busy in a rank's last step: bytes over bandwidth, hidden or not."""
     rows = [row for row in run.table("ledger") if row["rank"] == 0]
     last = max(row["step"] for row in rows)
     return sum(row["end_ns"] - row["start_ns"] for row in rows if row["step"] == last) / 1e9
 
 
 def traffic_table(runs: Sequence[RunRecord]) -> Table:
-    """The bytes of each run, those of the formula, and their time on the link."""
+    """Return the bytes of each run, those of the formula, and their time on the link."""
     rows = []
     for run in runs:
         comm = run.summary.comm
         sent, formula = known(comm.bytes_per_step), known(run.summary.formula_bytes_per_step)
-        counted = [f"{sent / MB:.1f}", f"{formula / MB:.1f}", str(comm.collectives_per_step)]
-        rows.append([run.spec["strategy"], *counted, f"{1e3 * on_the_link(run):.0f}"])
+        rows.append(
+            [
+                run.spec["strategy"],
+                f"{sent / MB:.1f}",
+                f"{formula / MB:.1f}",
+                str(comm.collectives_per_step),
+                f"{1e3 * on_the_link(run):.0f}",
+            ]
+        )
     caption = "A step, one rank. Bytes measured, formula computed, time on the emulated link's clock."
     return table(["strategy", "MB sent", "formula, MB", "collectives", "ms on the link"], rows, caption)
 
@@ -95,66 +106,99 @@ def traffic_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Each finished run with its own measured peak, and with the steady card's times in place of this machine's.
+    """Return each finished run with its own measured peak, and with the steady card's times in place of this machine's.
 
     The card has blocks as units: runs with other units are named and left out.
     """
-    found = []
+    names = [field.name for field in fields(RunSpec)]
+    on_card = []
     for run in runs:
-        spec = RunSpec(**{each.name: run.spec[each.name] for each in fields(RunSpec) if each.name in run.spec})
+        spec = RunSpec(**{name: run.spec[name] for name in names if name in run.spec})
         if spec.units in ("auto", "block"):
-            found.append(_with_peak(steady(spec), run))
+            on_card.append(_with_peak(steady(spec), run))
         else:
             print(f"{_name(run)}: not on the steady card, which has blocks as units")
-    return found
+    return on_card
 
 
 def _with_peak(timed: RunRecord, run: RunRecord) -> RunRecord:
-    """The simulated step with the measured peak of the run that it stands for."""
+    """Return the simulated step with the measured peak of the run that it stands for."""
     summary = replace(timed.summary, peak_memory_bytes=run.summary.peak_memory_bytes, card=run.summary.card)
     origin = timed.provenance | {"peak_memory_bytes": "measured"}
     return replace(timed, summary=summary, provenance=origin, status=run.status)
 
 
 def cost_table(runs: Sequence[RunRecord]) -> Table:
-    """Peak, time on the link, exposed time and step of each run."""
+    """Return peak, time on the link, exposed time and step of each run that finished."""
     rows = []
-    for run in (run for run in runs if run.status == "finished"):
-        times = [f"{1e3 * value:.0f}" for value in (on_the_link(run), exposed(run), step_s(run))]
-        rows.append([_name(run), f"{peak(run) / MB:.0f}", *times, f"{known(run.summary.comm.overlap):.0%}"])
+    for run in runs:
+        if run.status != "finished":
+            continue
+        rows.append(
+            [
+                _name(run),
+                f"{peak(run) / MB:.0f}",
+                f"{1e3 * on_the_link(run):.0f}",
+                f"{1e3 * exposed(run):.0f}",
+                f"{1e3 * step_s(run):.0f}",
+                f"{known(run.summary.comm.overlap):.0%}",
+            ]
+        )
     caption = "Peak measured. Times of one step on the steady card, simulated; `hidden`: part of the communication."
     return table(["run", "peak, MB", "ms on the link", "exposed, ms", "step, ms", "hidden"], rows, caption)
 
 
 def phase_table(runs: Sequence[RunRecord]) -> Table:
-    """What must fit under what: messages and computing of each run's forward and backward, in ms."""
+    """Return what must fit under what: messages and computing of each run's forward and backward, in ms."""
     rows = []
     for run in runs:
-        cells = [f"{_phase_ms(run, lane, phase):.0f}" for phase in ("forward", "backward") for lane in (True, False)]
+        cells = []
+        for phase in ("forward", "backward"):
+            cells.append(f"{_messages_ms(run, phase):.0f}")
+            cells.append(f"{_computing_ms(run, phase):.0f}")
         rows.append([_name(run), *cells, f"{1e3 * exposed(run):.0f}"])
     header = ["run", "forward: messages", "computing", "backward: messages", "computing", "exposed"]
     caption = "ms of one step on the steady card, simulated. `exposed`: what did not fit, or came late."
     return table(header, rows, caption)
 
 
-def _phase_ms(run: RunRecord, messages: bool, phase: str) -> float:
-    """Milliseconds of one rank's messages, or of its computing, in a phase."""
-    rows = [row for row in run.table("timeline") if row["rank"] == 0 and row["phase"] == phase]
-    mine = [row for row in rows if (row["lane"] not in ("compute", "exposed", "waiting", "step")) == messages]
-    return sum(row["end_ns"] - row["start_ns"] for row in mine if messages or row["lane"] == "compute") / MS
+def _messages_ms(run: RunRecord, phase: str) -> float:
+    """Return the milliseconds of one rank's messages in a phase."""
+    others = ("compute", "exposed", "waiting", "step")
+    return _lanes_ms(run, phase, lambda lane: lane not in others)
+
+
+def _computing_ms(run: RunRecord, phase: str) -> float:
+    """Return the milliseconds of one rank's computing in a phase."""
+    return _lanes_ms(run, phase, lambda lane: lane == "compute")
+
+
+def _lanes_ms(run: RunRecord, phase: str, is_counted: Callable[[str], bool]) -> float:
+    """Return the milliseconds of rank 0's rows in a phase, of the lanes that are counted."""
+    nanoseconds = 0
+    for row in run.table("timeline"):
+        if row["rank"] == 0 and row["phase"] == phase and is_counted(row["lane"]):
+            nanoseconds += row["end_ns"] - row["start_ns"]
+    return nanoseconds / MS
 
 
 def _name(run: RunRecord) -> str:
-    usual = {"prefetch": 1, "link_queues": 1, "units": "auto"}
-    numbers = [f"{name}={run.spec[name]}" for name, value in usual.items() if run.spec[name] != value]
-    return ", ".join([run.spec["strategy"], *numbers])
+    """Return the strategy, with the settings that are not the usual ones: `full_shard, prefetch=0`."""
+    words = [run.spec["strategy"]]
+    for setting, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto")):
+        value = run.spec[setting]
+        if value != usual:
+            words.append(f"{setting}={value}")
+    return ", ".join(words)
 
 
 def steps_here(here: Sequence[RunRecord]) -> Table:
-    """This machine's own steps beside the recorded ones and the steady card's, and why they differ."""
+    """Return this machine's own steps beside the recorded ones and the steady card's, and why they differ."""
     then = [of(recorded(), run.spec["strategy"]) for run in here]
-    columns = [[f"{1e3 * step_s(run):.0f}" for run in runs] for runs in (here, then, on_steady_card(here))]
-    rows = [[_name(run), *steps] for run, *steps in zip(here, *columns)]
+    rows = []
+    for run, earlier, on_card in zip(here, then, on_steady_card(here)):
+        steps = [f"{1e3 * step_s(record):.0f}" for record in (run, earlier, on_card)]
+        rows.append([_name(run), *steps])
     caption = f"Here: {fastest_words(views(here))}. {why_it_differs(busiest(here))}"
     return table(["run", "step on this machine, ms", "recorded, ms", "on the steady card, ms"], rows, caption)
 
@@ -163,7 +207,10 @@ def steps_here(here: Sequence[RunRecord]) -> Table:
 
 
 def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | Note]:
-    """A figure for sliders: the Pareto figure of the same strategies behind another link, on a card of another size."""
+    """Return a figure for sliders: the Pareto figure of the same strategies behind another link.
+
+    The other slider is the size of the card.
+    """
 
     def drawn(megabytes_per_second: int, card_megabytes: int) -> go.Figure | Note:
         card = int(card_megabytes * MB)
@@ -176,7 +223,7 @@ def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | No
 
 
 def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
-    """The run behind `link`; without a step where its peak exceeds the card."""
+    """Return the run behind `link`; without a step where its peak exceeds the card."""
     timed = _with_peak(steady(job(strategy=run.spec["strategy"], link=link)), run)
     spec = timed.spec | {"card": card}
     if peak(run) <= card:

@@ -17,23 +17,29 @@ CHOICES = ("strategy", "prefetch", "link_queues", "units")
 
 
 def tried(choices: Any) -> dict[str, Any]:
-    """What a few steps with these settings come to behind the link: bytes beyond the card, ms on the link beyond what
-    must be, and whether all-gathers were hidden. What does not fit the card is not timed.
+    """Take a few steps with these settings behind the link, and return what they come to.
+
+    The facts are bytes beyond the card, ms on the link beyond what must be, and whether all-gathers were hidden. What
+    does not fit the card is not timed.
     """
-    if refused := complaint(choices, JOB, CHOICES):
+    refused = complaint(choices, JOB, CHOICES)
+    if refused:
         return {"choices": refused}
-    training = Training(spec := RunSpec(**{**JOB, **choices}))
+    spec = RunSpec(**{**JOB, **choices})
+    training = Training(spec)
     peak = training.measured().peak_total
-    over, seen = training.most_of_ranks(max(0, peak - CARD)), f"peak {peak / 1e6:.0f} MB"
+    over = training.most_of_ranks(max(0, peak - CARD))
+    peak_words = f"peak {peak / 1e6:.0f} MB"
     if over:
-        return {"choices": "", "bytes over the card": over, "_seen": seen, "_units": spec.units}
+        return {"choices": "", "bytes over the card": over, "_seen": peak_words, "_units": spec.units}
     # the others send an all-gather once, after the optimizer: no setting moves that
     gathers_units = STRATEGIES[spec.strategy].shard_parameters
     on_the_link, hidden = training.clocked(steps=3 if gathers_units else 1)
+    ms_on_link = f"{1e3 * on_the_link:.0f} ms a step on the link"
     return {
         "choices": "",
         "bytes over the card": 0,
         "ms on the link too many": max(0, round(1e3 * (on_the_link - LINK_SECONDS))),
         "all-gathers are hidden": hidden >= HIDDEN_AT_LEAST or not gathers_units,
-        "_seen": f"{seen}, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical all-gather hidden",
+        "_seen": f"{peak_words}, {ms_on_link}, {hidden:.0%} of a typical all-gather hidden",
     }

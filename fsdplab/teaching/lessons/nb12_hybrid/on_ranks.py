@@ -27,45 +27,60 @@ Rows = list[list[int]]
 
 
 def complaint(rows: Any, ranks: int) -> str:
-    """Why these rows are no mesh of so many ranks, or nothing."""
-    if not isinstance(rows, (list, tuple)) or not rows or not all(isinstance(row, (list, tuple)) for row in rows):
+    """Return why these rows are no mesh of so many ranks, or nothing."""
+    is_list = isinstance(rows, (list, tuple)) and bool(rows)
+    if not is_list or not all(isinstance(row, (list, tuple)) for row in rows):
         return f"expected a list of rows, each a list of ranks, got {repr(rows)[:60]}"
-    if len({len(row) for row in rows}) > 1:
-        return f"the rows of a mesh are equally long, got {[len(row) for row in rows]}"
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) > 1:
+        return f"the rows of a mesh are equally long, got {lengths}"
     if sorted(rank for row in rows for rank in row) != list(range(ranks)):
         return f"each of the ranks 0 to {ranks - 1} belongs to exactly one row, got {str(rows)[:60]}"
     return ""
 
 
 def on_one_node(groups: Sequence[Sequence[int]], per_node: int) -> bool:
-    """Whether no group spans two nodes; rank k is on node k // per_node."""
-    return all(len({rank // per_node for rank in group}) == 1 for group in groups)
+    """Return whether no group spans two nodes; rank k is on node k // per_node."""
+    for group in groups:
+        nodes = {rank // per_node for rank in group}
+        if len(nodes) != 1:
+            return False
+    return True
 
 
 def axes(rows: Rows, per_node: int) -> tuple[Link, Link]:
-    """The links of the shard axis (rows) and of the replica axis (columns)."""
-    within, across = (FAST if on_one_node(groups, per_node) else SLOW for groups in (rows, list(zip(*rows))))
+    """Return the links of the shard axis (rows) and of the replica axis (columns)."""
+    columns = list(zip(*rows))
+    within = FAST if on_one_node(rows, per_node) else SLOW
+    across = FAST if on_one_node(columns, per_node) else SLOW
     return within, across
 
 
 def expected_ms(rows: Rows, per_node: int) -> float:
-    """Communication of a step on the links by the formula: 3P(s-1)/s within, 2(P/s)(r-1)/r across."""
+    """Return the communication of a step on the links by the formula, in ms.
+
+    A rank sends 3P(s-1)/s bytes within its row, and 2(P/s)(r-1)/r across.
+    """
     r, s = len(rows), len(rows[0])
     within, across = axes(rows, per_node)
-    return 1e3 * (3 * P * (s - 1) / s / within.bytes_per_s + 2 * (P / s) * (r - 1) / r / across.bytes_per_s)
+    in_row = 3 * P * (s - 1) / s / within.bytes_per_s
+    in_column = 2 * (P / s) * (r - 1) / r / across.bytes_per_s
+    return 1e3 * (in_row + in_column)
 
 
 def on_the_links_ms(rows: Rows, per_node: int) -> float:
     """Train one step on this mesh and add up how long this rank's collectives were on the links."""
+    within, across = axes(rows, per_node)
     mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
     try:
-        return sum(row.end_ns - row.start_ns for row in _one_step(mesh, *axes(rows, per_node))) / 1e6
+        collectives_of_step = _one_step(mesh, within, across)
     finally:
         _leave(mesh)
+    return sum(collective.end_ns - collective.start_ns for collective in collectives_of_step) / 1e6
 
 
 def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Collective]:
-    """The ledger of one forward and backward; where a row is one rank, the replicas' link is the only one."""
+    """Return the ledger of one forward and backward; where a row is one rank, the replicas' link is the only one."""
     blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)

@@ -34,23 +34,30 @@ STEPS = 2
 
 
 def bf16_run(checkpoint: str = "none", offload: str = "none") -> RunRecord:
-    """JOB in bf16 as it was recorded, for processors on which bf16 would take minutes; its bytes are those of a run."""
+    """Load JOB in bf16 as it was recorded, for processors on which bf16 would take minutes.
+
+    Its bytes are those of a run.
+    """
     return recorded(f"lesson-13/bf16-{checkpoint}-{offload}")
 
 
 def peak_of(choices: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """(bytes at the peak, by category) of JOB with these choices: measured here, or recorded where bf16 is slow."""
+    """Return (bytes at the peak, by category) of JOB with these choices.
+
+    They are measured here, or recorded where bf16 is slow.
+    """
     slow = torch.tensor(float(choices.get("precision") == "bf16" and bf16_is_slow()))
     dist.all_reduce(slow, dist.ReduceOp.MAX)  # the ranks decide alike
-    if slow:
-        peak = bf16_run(**{name: choices[name] for name in ("checkpoint", "offload") if name in choices})
-        return known(peak.summary.peak_memory_bytes.total), dict(peak.summary.peak_memory_bytes.split)
-    held = Training(RunSpec(**JOB, **choices, device="cpu")).measured()
-    return held.peak_total, held.peak
+    if not slow:
+        memory = Training(RunSpec(**JOB, **choices, device="cpu")).measured()
+        return memory.peak_total, memory.peak
+    recorded_choices = {name: choices[name] for name in ("checkpoint", "offload") if name in choices}
+    peak = bf16_run(**recorded_choices).summary.peak_memory_bytes
+    return known(peak.total), dict(peak.split)
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """The batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
+    """Return the batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
     return ByteText.from_standard_library().batch(step, rank, ranks, batch_size=2, sequence_length=16)
 
 
@@ -69,7 +76,7 @@ class Adapted(nn.Module):
 
 
 def adapted_model(config: ModelShape = SMALL) -> nn.Module:
-    """A GPT with adapters beside the queries and values of every block; the same weights on every rank."""
+    """Return a GPT with adapters beside the queries and values of every block; the same weights on every rank."""
     model = build_model(config)
     for number, block in enumerate(model.blocks):
         block.attention.query = Adapted(block.attention.query, seed=2 * number)
@@ -78,17 +85,17 @@ def adapted_model(config: ModelShape = SMALL) -> nn.Module:
 
 
 def adapters_of(model: nn.Module) -> list[str]:
-    """The names of the parameters that adapters add."""
+    """Return the names of the parameters that adapters add."""
     return [name for name, _ in model.named_parameters() if "adapter" in name]
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """`full_shard` with blocks as units, over all ranks."""
+    """Shard a model with `full_shard`, blocks as units, over all ranks."""
     return shard_model(model, "full_shard", units=block_types(model))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[events.Collective]:
-    """A few steps; the collectives of the last one."""
+    """Train a few steps; return the collectives of the last one."""
     for step in range(STEPS):
         with collectives() as seen:
             loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size())).backward()
@@ -99,16 +106,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[events.Col
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state on this rank, step counters left out."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(local_of(value).nbytes for value in values if isinstance(value, Tensor) and value.dim())
+    """Return the bytes of an optimizer's state on this rank, step counters left out."""
+    nbytes = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim():
+                nbytes += local_of(value).nbytes
+    return nbytes
 
 
 def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
-    """One model trained whole and through adapters only:
-    what each unshards, reduces and keeps on this rank, in bytes.
+    """Train one model whole and through adapters only.
+
+    Returns what each unshards, reduces and keeps on this rank, in bytes.
     """
-    found = {}
+    costs = {}
     for which in ("everything", "adapters only"):
         model = adapted_model(LARGER)
         for name, parameter in model.named_parameters():
@@ -117,12 +129,12 @@ def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         sent: Counter[str] = Counter()
-        for each in train(model, optimizer):
-            sent[each.kind] += each.wire_bytes
-        found[which] = {
+        for collective in train(model, optimizer):
+            sent[collective.kind] += collective.wire_bytes
+        costs[which] = {
             "unsharded": sent["all_gather"],
             "reduced": sent["reduce_scatter"],
-            "gradients": sum(local_of(p).nbytes for p in trained),
+            "gradients": sum(local_of(parameter).nbytes for parameter in trained),
             "optimizer state": state_bytes(optimizer),
         }
-    return found
+    return costs

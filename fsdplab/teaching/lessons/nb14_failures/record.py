@@ -66,26 +66,35 @@ def main(folder: str) -> None:
 
 
 def _row(name: str) -> dict[str, str | int]:
-    """How torchrun ends for a fault, and the line that names it where TORCH_DISTRIBUTED_DEBUG=DETAIL is set."""
+    """Return how torchrun ends for a fault, and the line that names it.
+
+    TORCH_DISTRIBUTED_DEBUG=DETAIL is set.
+    """
     code, text = _torchrun(name, _DETAIL)
-    errors = [line for line in text.splitlines() if "Error: " in line or "last loss" in line]
-    return {"exit": code, "says": re.sub(r"^\[rank\d\]: ", "", errors[0])[:160] if errors else ""}
+    for line in text.splitlines():
+        if "Error: " in line or "last loss" in line:
+            says = re.sub(r"^\[rank\d\]: ", "", line)
+            return {"exit": code, "says": says[:160]}
+    return {"exit": code, "says": ""}
 
 
 def _torchrun(name: str, settings: dict[str, str]) -> tuple[int, str]:
-    """(exit code, what was printed) of the job under torchrun, with the fault in it."""
+    """Return (exit code, what was printed) of the job under torchrun, with the fault in it."""
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "job.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **settings}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.py"
         job.write_text(FAULTS[name].source() + _MAIN, encoding="utf-8")
-        command = ["torchrun", "--standalone", "--nproc-per-node=2", "job.py"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **settings}
         done = _printed(["-m", "torch.distributed.run", *command[1:]], folder, environment, 120)
-        shown = " ".join([*(f"{key}={value}" for key, value in settings.items() if key.startswith("TORCH")), *command])
-        return done.returncode, f"# torch {torch.__version__}, 2 ranks over gloo\n$ {shown}\n{_cleaned(done.stdout)}"
+    # the first lines say what was run
+    shown_settings = [f"{key}={value}" for key, value in settings.items() if key.startswith("TORCH")]
+    shown = " ".join([*shown_settings, *command])
+    header = f"# torch {torch.__version__}, 2 ranks over gloo\n$ {shown}\n"
+    return done.returncode, header + _cleaned(done.stdout)
 
 
 def _flight_recorder(name: str) -> str:
-    """What PyTorch's analysis of the flight recorder's dumps says of a fault.
+    """Return what PyTorch's analysis of the flight recorder's dumps says of a fault.
 
     torch 2.13 writes no name for gloo's group into a dump, and its analysis looks for one: it is put in.
     """
@@ -103,11 +112,17 @@ def _flight_recorder(name: str) -> str:
 
 
 def _printed(command: list[str], folder: str, environment: dict[str, str], limit_s: float) -> CompletedProcess[str]:
-    """A run of Python; its outputs are one text."""
+    """Run Python; return its outputs as one text."""
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, timeout=limit_s, check=False, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        timeout=limit_s,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 _SAY_SOMETHING = re.compile(
@@ -118,7 +133,7 @@ _SAY_SOMETHING = re.compile(
 
 
 def _cleaned(text: str) -> str:
-    """The lines that say something of the fault, without paths of this machine and process ids."""
+    """Return the lines that say something of the fault, without paths of this machine and process ids."""
     text = re.sub(r"/[^ \"\n]*/(?=job\.py|python\d|bin/python)", "", text)
     text = re.sub(r"^([EWI])\d{4} [\d:.]+ \d+ ", r"\1 ", text, flags=re.MULTILINE)
     text = re.sub(r"\(pid: [^)]*\)( of binary.*)?|/__w/pytorch/pytorch/third_party/|127\.0\.0\.1\S*: ", "", text)

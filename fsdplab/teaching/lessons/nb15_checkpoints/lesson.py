@@ -36,33 +36,37 @@ STEPS, EVERY = 12, 4
 
 @doing("a model on 4 ranks, in three forms")
 def forms(model: str = "gpt-20m", ranks: int = 4) -> list[dict[str, int]]:
-    """Bytes that each rank holds of the parameters, by the form of the state dict."""
+    """Return the bytes that each rank holds of the parameters, by the form of the state dict."""
     return _on_ranks("forms", ranks, model=model)
 
 
 def forms_figure(held: Sequence[dict[str, int]]) -> go.Figure:
-    """A bar for each form and rank: what it holds."""
-    names = [f"{form}: rank {rank}" for form in held[0] for rank in range(len(held))]
-    values = [each[form] / 1e6 for form in held[0] for each in held]
+    """Draw a bar for each form and rank: what it holds."""
+    values, ends, bars = [], {}, []
+    for form in held[0]:
+        for rank, nbytes in enumerate(held):
+            name, megabytes = f"{form}: rank {rank}", nbytes[form] / 1e6
+            values.append(megabytes)
+            ends[name] = f"<b>{megabytes:.0f}</b>"
+            bars.append(f"{name} {megabytes:.0f} MB")
     parts = [Part("parameters", CATEGORY_COLOURS["sharded_parameters"], values)]
-    ends = {name: f"<b>{value:.0f}</b>" for name, value in zip(names, values)}
     figure = stacked_bars(ends, parts, "MB of parameters", "%{x:.1f} MB")
-    whole, part = held[0]["full, on rank 0"], held[0]["sharded"]
-    title = f"A full state dict puts {size(whole)} on rank 0, a sharded one {size(part)}"
-    said = "; ".join(f"{name} {value:.0f} MB" for name, value in zip(names, values))
+    whole, shard = held[0]["full, on rank 0"], held[0]["sharded"]
+    title = f"A full state dict puts {size(whole)} on rank 0, a sharded one {size(shard)}"
     subtitle = f"Measured on {len(held)} ranks; parameters alone, Adam's state is twice as much again"
-    return titled(figure, title, subtitle, f"Bars: {said}.", height=60 + 28 * len(names))
+    return titled(figure, title, subtitle, f"Bars: {'; '.join(bars)}.", height=60 + 28 * len(ends))
 
 
 @doing("a checkpoint of 4 ranks, loaded on other numbers")
 def reshaped(numbers: Sequence[int] = (2, 3, 1)) -> Table:
-    """A checkpoint saved on 4 ranks and loaded on others: what each rank holds, and whether bits are those saved."""
+    """Save a checkpoint on 4 ranks and load it on others: what each rank holds, and whether bits are those saved."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for how, ranks in (("saved", 4), *(("loaded", number) for number in numbers)):
-            found = _on_ranks("save_and_read", ranks, folder=folder, saves=how == "saved")
-            held = ", ".join(f"{each['bytes'] / 1e3:.0f}" for each in found)
-            rows.append([f"{how} on {ranks}", held, "all equal" if all(each["equal"] for each in found) else "differ"])
+            by_rank = _on_ranks("save_and_read", ranks, folder=folder, saves=how == "saved")
+            kilobytes = ", ".join(f"{seen['bytes'] / 1e3:.0f}" for seen in by_rank)
+            are_equal = all(seen["equal"] for seen in by_rank)
+            rows.append([f"{how} on {ranks}", kilobytes, "all equal" if are_equal else "differ"])
     return table(["", "each rank holds, kB", "bits"], rows, "Measured: gpt-tiny after two steps, full_shard.")
 
 
@@ -78,68 +82,85 @@ class Job:
 
     @doing("training on ranks")
     def run(self, ranks: int, steps: int = STEPS, kill: tuple[int, int] | None = None, every: int = EVERY) -> Note:
-        """Train to `steps` on so many ranks; with `kill=(rank, step)` that rank dies while it writes the checkpoint of
-        that step.
+        """Train to `steps` on so many ranks, with a checkpoint every `every` steps.
+
+        With `kill=(rank, step)` that rank dies while it writes the checkpoint of that step.
         """
         begins = self.newest()
         kills = kill and list(kill)
         try:
-            behind = _on_ranks("train", ranks, folder=self.folder.name, steps=steps, every=every, kill=kills)[0]
+            by_rank = _on_ranks("train", ranks, folder=self.folder.name, steps=steps, every=every, kill=kills)
             how = f"{ranks} ranks went from step {begins} to {steps}."
-            if behind:
-                how += f" A checkpoint was whole on the disk {max(behind)} steps after its save began, or earlier."
+            steps_behind = by_rank[0]
+            if steps_behind:
+                most = max(steps_behind)
+                how = f"{how} A checkpoint was whole on the disk {most} steps after its save began, or earlier."
         except RanksFailed as error:
             how = f"{ranks} ranks began at step {begins}. {str(error).split('. ')[0]}."
         self.parts.append(how)
         return Note((how, f"In the folder: {', '.join(self.contents()) or 'nothing'}"))
 
     def contents(self) -> list[str]:
-        """The names in the folder of checkpoints, hidden ones too."""
-        there = Path(self.folder.name) / "checkpoints"
-        return sorted(path.name for path in there.iterdir()) if there.is_dir() else []
+        """Return the names in the folder of checkpoints, hidden ones too."""
+        checkpoints = Path(self.folder.name) / "checkpoints"
+        if not checkpoints.is_dir():
+            return []
+        return sorted(path.name for path in checkpoints.iterdir())
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint; 0 for none."""
-        return max((int(name.removeprefix("step-")) for name in self.contents() if name.startswith("step-")), default=0)
+        """Return the step of the newest complete checkpoint; 0 for none."""
+        steps = [int(name.removeprefix("step-")) for name in self.contents() if name.startswith("step-")]
+        return max(steps, default=0)
 
     def losses(self) -> list[dict[str, Any]]:
-        """A row for each step that was computed, also those that were lost: step, loss, ranks."""
+        """Return a row for each step that was computed, also those that were lost: step, loss, ranks."""
         path = Path(self.folder.name) / LOSSES
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def apart(job: Job, other: Job) -> float:
-    """The largest difference of the losses of two jobs, over the steps that both computed."""
-    theirs = {row["step"]: row["loss"] for row in other.losses()}
-    return max(abs(row["loss"] - theirs[row["step"]]) for row in job.losses() if row["step"] in theirs)
+    """Return the largest difference of the losses of two jobs, over the steps that both computed."""
+    other_losses = {row["step"]: row["loss"] for row in other.losses()}
+    distances = []
+    for row in job.losses():
+        if row["step"] in other_losses:
+            distances.append(abs(row["loss"] - other_losses[row["step"]]))
+    return max(distances)
 
 
 def losses_figure(job: Job, uninterrupted: Job) -> go.Figure:
-    """The losses of a job that was killed, in the colour of its number of ranks, over one that was not."""
+    """Draw the losses of a job that was killed, in the colour of its number of ranks, over one that was not."""
     figure = go.Figure([lines.line("never killed", "#b3bac4", *_curve(uninterrupted.losses()))])
-    for number, rows in enumerate(_parts(job)):
+    for number, rows in enumerate(_parts(job), 1):
         ranks = rows[0]["ranks"]
-        figure.add_trace(lines.points(f"start {number + 1}: {ranks} ranks", _COLOURS[ranks], *_curve(rows)))
+        figure.add_trace(lines.points(f"start {number}: {ranks} ranks", _COLOURS[ranks], *_curve(rows)))
     figure.update_xaxes(title_text="step").update_yaxes(title_text="loss")
     computed = Counter(row["step"] for row in job.losses())
     twice = sorted(step for step, times in computed.items() if times > 1)
-    again = f"steps {twice[0]} to {twice[-1]} were computed twice" if twice else "no step was computed twice"
+    again = "no step was computed twice"
+    if twice:
+        again = f"steps {twice[0]} to {twice[-1]} were computed twice"
     title = f"Killed, and on with other ranks: losses differ by at most {apart(job, uninterrupted):.0e}"
     subtitle = f"Measured: the same 12 sequences in a step on any ranks; {again}"
     return titled(figure, title, subtitle, f"Losses over steps. {' '.join(job.parts)} {again}.", height=340)
 
 
 def _curve(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return the steps and the losses of some rows."""
     return [row["step"] for row in rows], [row["loss"] for row in rows]
 
 
 def _parts(job: Job) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each start: a step that is not after the one before begins another."""
+    """Yield the rows of each start: a step that is not after the one before begins another."""
     rows: list[dict[str, Any]] = []
     for row in job.losses():
-        if rows and (row["step"] <= rows[-1]["step"] or row["ranks"] != rows[-1]["ranks"]):
-            yield rows
-            rows = []
+        if rows:
+            last = rows[-1]
+            if row["step"] <= last["step"] or row["ranks"] != last["ranks"]:
+                yield rows
+                rows = []
         rows.append(row)
     if rows:
         yield rows
@@ -150,8 +171,10 @@ def _parts(job: Job) -> Iterator[list[dict[str, Any]]]:
 
 @doing("a small Llama on 2 ranks")
 def export() -> Table | Note:
-    """Train a small Llama of transformers on two ranks, write it as safetensors, open it with `from_pretrained`, and
-    compare logits; a note where transformers is not installed.
+    """Train a small Llama of transformers on two ranks, write it as safetensors, and compare what others open.
+
+    `from_pretrained` opens the file, and its logits are compared with the ranks'. A note says so where transformers is
+    not installed.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -163,13 +186,14 @@ def export() -> Table | Note:
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        told = _on_ranks("exported", 2, folder=folder)[0]
-        files = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
+        exported = _on_ranks("exported", 2, folder=folder)[0]
+        rows = []
+        for path in sorted(Path(folder).iterdir()):
+            rows.append([path.name, f"{path.stat().st_size / 1e3:.1f}"])
         model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             logits = model(input_ids=torch.arange(16).reshape(1, 16)).logits
-    off = float((logits - told["logits"]).abs().max())
-    rows = [[name, f"{nbytes / 1e3:.1f}"] for name, nbytes in files.items()]
-    same = f"differ by {off:.0e}" if off else "are equal"
-    caption = f"Measured: {told['names']} parameters. Logits of from_pretrained and of the ranks {same}."
+    distance = float((logits - exported["logits"]).abs().max())
+    same = f"differ by {distance:.0e}" if distance else "are equal"
+    caption = f"Measured: {exported['names']} parameters. Logits of from_pretrained and of the ranks {same}."
     return table(["file", "kB"], rows, caption)

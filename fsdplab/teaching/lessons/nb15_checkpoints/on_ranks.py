@@ -30,6 +30,7 @@ LOSSES = "losses.jsonl"
 
 
 def _sharded(model_name: str, seed: int = 0) -> nn.Module:
+    """Build a preset, the same on every rank, and shard it by blocks."""
     torch.manual_seed(seed)
     model = build_model(preset(model_name))
     shard_model(model, "full_shard", units=block_types(model))
@@ -37,15 +38,15 @@ def _sharded(model_name: str, seed: int = 0) -> nn.Module:
 
 
 def _held(state: dict[str, Any]) -> int:
-    """Bytes of the tensors of a state dict that are on this rank."""
-    return sum(local_of(each).nbytes for each in state.values())
+    """Return the bytes of the tensors of a state dict that are on this rank."""
+    return sum(local_of(value).nbytes for value in state.values())
 
 
 # ---- forms
 
 
 def forms(payload: dict[str, Any]) -> dict[str, int]:
-    """Bytes of parameters that this rank holds in each form of a model's state dict."""
+    """Return the bytes of parameters that this rank holds in each form of a model's state dict."""
     model = _sharded(payload["model"])
     everywhere = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {
@@ -56,24 +57,26 @@ def forms(payload: dict[str, Any]) -> dict[str, int]:
 
 
 def save_and_read(payload: dict[str, Any]) -> dict[str, Any]:
-    """Save a trained model, with `payload["ranks"]` = 0; else load it on this many ranks.
+    """Train a model and save it, if `payload["saves"]`; else load it on this many ranks.
 
     Returns the bytes that this rank holds, and whether the whole is, bit for bit, what was saved.
     """
-    folder = Path(payload["folder"])
-    model = _sharded("gpt-tiny", seed=0 if payload["saves"] else 1)
+    folder, saves = Path(payload["folder"]), payload["saves"]
+    model = _sharded("gpt-tiny", seed=0 if saves else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    if payload["saves"]:
+    if saves:
         for step in range(2):
             _step(model, optimizer, step)
         checkpoint.save(model, optimizer, folder / "saved")
     else:
         checkpoint.load(model, optimizer, folder / "saved")
-    full = checkpoint.full_state_dict(model)
-    if payload["saves"] and dist.get_rank() == 0:
-        torch.save(full, folder / "whole.pt")
-    whole = full if payload["saves"] else torch.load(folder / "whole.pt", weights_only=True)
-    equal = all(torch.equal(value, whole[name]) for name, value in full.items())
+    whole = checkpoint.full_state_dict(model)
+    saved = whole
+    if not saves:
+        saved = torch.load(folder / "whole.pt", weights_only=True)
+    elif dist.get_rank() == 0:
+        torch.save(whole, folder / "whole.pt")
+    equal = all(torch.equal(value, saved[name]) for name, value in whole.items())
     return {"bytes": _held(get_model_state_dict(model)), "equal": equal}
 
 
@@ -86,35 +89,38 @@ def train(payload: dict[str, Any]) -> list[int]:
     `payload["kill"]` is (rank, step): that rank is killed while it writes that step's checkpoint. Returns, for each
     save, how many steps were done before it was published.
     """
-    folder, kill = Path(payload["folder"]), payload["kill"]
+    folder, kill, last = Path(payload["folder"]), payload["kill"], payload["steps"]
     model = _sharded("gpt-tiny")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoints = CheckpointFolder(folder / "checkpoints", keep=2)
-    start, behind, unpublished = checkpoints.load(model, optimizer), [], None
-    for step in range(start + 1, payload["steps"] + 1):
+    start = checkpoints.load(model, optimizer)
+    steps_behind = []
+    unpublished: int | None = None  # the step whose save is under way
+    for step in range(start + 1, last + 1):
         loss = _step(model, optimizer, step)
         if dist.get_rank() == 0:
             row = {"step": step, "loss": loss, "ranks": dist.get_world_size()}
             with open(folder / LOSSES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         if unpublished is not None and (folder / "checkpoints" / f"step-{unpublished:08d}").is_dir():
-            behind.append(step - unpublished)
+            steps_behind.append(step - unpublished)
             unpublished = None
-        if step % payload["every"] == 0 or step == payload["steps"]:
+        if step % payload["every"] == 0 or step == last:
             if kill and [dist.get_rank(), step] == list(kill):
                 dcp.FileSystemWriter.write_data = _killed
             checkpoints.save(model, optimizer, step)
             unpublished = step
     checkpoints.close()
-    return behind
+    return steps_behind
 
 
 def _killed(*_: Any) -> Any:
+    """End this process as a crash would, in place of writing."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step on this rank's part of the step's sequences; the mean loss of all of them."""
+    """Take one step on this rank's part of the step's sequences; return the mean loss of all of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens, targets = ByteText.from_standard_library().batch(step, 0, 1, SEQUENCES, LENGTH)
     loss = loss_of(model, tokens[rank::ranks], targets[rank::ranks])
@@ -130,8 +136,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> floa
 
 
 def exported(payload: dict[str, Any]) -> dict[str, Any] | None:
-    """A small Llama of transformers, sharded, trained for two steps and written as safetensors by rank 0, one parameter
-    whole at a time; returns the logits of a text on rank 0.
+    """Train a small Llama of transformers, sharded, for two steps; rank 0 writes it as safetensors.
+
+    One parameter is whole at a time. Returns the logits of a text on rank 0.
     """
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM

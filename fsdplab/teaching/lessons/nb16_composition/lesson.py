@@ -30,88 +30,107 @@ class Composed:
     seen: dict[str, Any]
 
     def at_rest(self) -> Table:
-        """The part of a parameter that each rank holds between two steps."""
+        """Return the part of a parameter that each rank holds between two steps."""
         header = ["parameter of block 0", "at rest", "rank 0 holds"]
         return table(header, self.seen["at rest"], f"Measured: {self.what}.")
 
     def rows_at_rest(self, parameter: str) -> int:
-        """Rows of a parameter of block 0 that rank 0 holds between two steps."""
+        """Return the rows of a parameter of block 0 that rank 0 holds between two steps."""
         shapes = {name: shape for name, _, shape in self.seen["at rest"]}
-        return int(shapes[parameter].strip("[]").split(",")[0])
+        rows = shapes[parameter].strip("[]").split(",")[0]  # of "[16, 64]"
+        return int(rows)
 
     def beside_twin(self) -> Table:
-        """Loss of each step, and how far the parameters are from the twin's in the end."""
-        rows = [[step, f"{ours:.6f}", f"{twins:.6f}"] for step, (ours, twins) in enumerate(self.seen["losses"])]
+        """Return the loss of each step, and how far the parameters are from the twin's in the end."""
+        rows = []
+        for step, (loss, twin_loss) in enumerate(self.seen["losses"]):
+            rows.append([step, f"{loss:.6f}", f"{twin_loss:.6f}"])
         caption = f"Measured: {self.what}. The farthest parameter ends {self.seen['drift']:.0e} from the twin's."
         return table(["step", "loss", "the twin's"], rows, caption)
 
     def gradients(self) -> Table:
-        """The norm of each matrix's first gradient over the twin's."""
+        """Return the norm of each matrix's first gradient over the twin's."""
         rows = [[name, f"{ratio:.4f}"] for name, ratio in sorted(self.seen["ratios"].items())]
         return table(["gradient of", "norm over the twin's"], rows, f"Measured: {self.what}, first step.")
 
     def traffic(self) -> Table:
-        """Bytes that rank 0 sends in a step, by mesh axis."""
+        """Return the bytes that rank 0 sends in a step, by mesh axis."""
         rows = [[axis, f"{nbytes / 1000:,.1f}"] for axis, nbytes in sorted(self.seen["bytes"].items())]
         return table(["over the axis", "kB a step"], rows, f"Measured: {self.what}, last step.")
 
     def kilobytes(self, axis: str) -> float:
-        """kB that rank 0 sends in a step over one axis."""
+        """Return the kB that rank 0 sends in a step over one axis."""
         return self.seen["bytes"][axis] / 1000
 
 
 def tensor() -> Composed:
-    """GPT-tiny on a 2 x 2 mesh (dp, tp), by the learner's `compose` where its check passed, else the reference."""
+    """Train GPT-tiny on a 2 x 2 mesh (dp, tp), by the learner's `compose`.
+
+    It is the reference where that check has not passed.
+    """
     return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor"))
 
 
 def experts(divide: float) -> Composed:
-    """MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
+    """Train MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
     what = f"moe-tiny, efsdp = 2 x ep = 2, expert gradients divided by {divide:g}"
     return Composed(what, _call("experts", divide=float(divide)))
 
 
 @doing("three steps on 4 ranks, and the twin beside them")
 def _call(function: str, **payload: Any) -> dict[str, Any]:
+    """Run a function of `on_ranks.py` on four ranks; return what rank 0 saw."""
     return dict(LessonRanks(__file__)(function, 4, **payload)[0])
 
 
 @doing("one step of two stages on 4 ranks, and the twin beside it")
 def pipeline() -> Table:
-    """Two stages x two data ranks, four micro-batches (1F1B): collectives of rank 0, drift from the twin."""
-    found = LessonRanks(__file__)("stages", 4)[0]
-    rows = [[way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"] for way, seen in found.items()]
+    """Train two stages x two data ranks, four micro-batches (1F1B): collectives of rank 0, drift from the twin."""
+    by_way = LessonRanks(__file__)("stages", 4)[0]
+    rows = []
+    for way, seen in by_way.items():
+        rows.append([way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"])
     header = ["after each forward", "all-gathers", "reductions", "farthest from the twin"]
     return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
 
 
 def mesh_map() -> go.Figure:
-    """The notebook's mesh of two axes, and what a rank of it holds of a matrix of 64 rows that both axes cut."""
-    part = lambda dp, tp: f"rows {32 * tp + 16 * dp} to {32 * tp + 16 * dp + 15} of query"  # noqa: E731
+    """Draw the notebook's mesh of two axes, and what a rank of it holds of a matrix of 64 rows that both axes cut."""
+
+    def part(dp: int, tp: int) -> str:
+        first = 32 * tp + 16 * dp
+        return f"rows {first} to {first + 15} of query"
+
     return _mesh_figure({"dp": 2, "tp": 2}, part, "tp cuts the 64 rows of query in two, dp cuts each half again")
 
 
 def expert_map() -> go.Figure:
-    """The mesh of the experts, and which experts a rank holds shards of."""
+    """Draw the mesh of the experts, and which experts a rank holds shards of."""
     half = EXPERTS // 2
-    part = lambda efsdp, ep: f"shard {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"  # noqa: E731
+
+    def part(efsdp: int, ep: int) -> str:
+        return f"shard {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"
+
     title = "Tokens travel along a row; the ranks of a column share their experts"
     return _mesh_figure({"efsdp": 2, "ep": 2}, part, title)
 
 
 def _mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
-    """Ranks of a mesh of two axes: the first downwards, the second from left to right; `holds(row, column)` is written
-    below the rank.
+    """Draw the ranks of a mesh of two axes: the first downwards, the second from left to right.
+
+    `holds(row, column)` is written below the rank.
     """
     (down, rows), (right, columns) = axes.items()
-    ranks = [[(row, column) for column in range(columns)] for row in range(rows)]
-    names = [[f"rank {row * columns + column}: {holds(row, column)}" for row, column in each] for each in ranks]
-    owners = [[row for row, _ in each] for each in ranks]
-    headings = [f"{right} {column}" for column in range(columns)], [f"{down} {row}" for row in range(rows)]
-    figure = mesh(*headings, owners, names, _ROWS[:rows])
+    names, owners = [], []
+    for row in range(rows):
+        names.append([f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)])
+        owners.append([row] * columns)
+    across_headings = [f"{right} {column}" for column in range(columns)]
+    down_headings = [f"{down} {row}" for row in range(rows)]
+    figure = mesh(across_headings, down_headings, owners, names, _ROWS[:rows])
     figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)").update_yaxes(title_text=down)
     where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
-    listed = "; ".join(name for row in names for name in row)
+    listed = "; ".join(name for row_names in names for name in row_names)
     return style.titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=76 + 70 * rows)
 
 
@@ -140,62 +159,81 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """When it is over."""
+        """Return when it is over."""
         return self.start + _TAKES[self.phase]
 
 
 def schedule(stages: int, micro_batches: int, order: str = "1F1B") -> list[Turn]:
-    """GPipe's schedule (Huang et al. 2019): all forwards, then all backwards; or 1F1B (Narayanan et al. 2019): as many
-    forwards as stages follow, then one backward, one forward, ...
+    """Return the turns of all stages, in the order of GPipe or of 1F1B.
 
-    A turn starts when its stage is free and its input is there: `max(turn.end for turn in schedule(2, 1)) == 6`.
+    GPipe (Huang et al. 2019) runs all forwards, then all backwards. 1F1B (Narayanan et al. 2019) runs as many forwards
+    as stages follow, then one backward, one forward, ... A turn starts when its stage is free and its input is there:
+    `max(turn.end for turn in schedule(2, 1)) == 6`. ValueError for an order that is none of these, or without stages or
+    micro-batches.
     """
     if order not in ORDERS or stages < 1 or micro_batches < 1:
         raise ValueError(
             f"there is no schedule {order!r} of {stages} stages and {micro_batches} micro-batches; expected"
             f" {' or '.join(ORDERS)}, at least one stage and at least one micro-batch"
         )
-    first = [micro_batches if order == "GPipe" else stages - stage for stage in range(stages)]
-    todo = [_order(forwards, micro_batches) for forwards in first]
-    ended: dict[tuple[int, str, int], int] = {}
-    free, found = [0] * stages, []
+    todo = []  # of each stage, (phase, micro-batch) in its order
+    for stage in range(stages):
+        forwards_first = micro_batches if order == "GPipe" else stages - stage
+        todo.append(_order(forwards_first, micro_batches))
+    ended: dict[tuple[int, str, int], int] = {}  # (stage, phase, micro-batch) -> when
+    free = [0] * stages  # when each stage has ended its last turn
+    turns = []
     while any(todo):
-        for stage, left in enumerate(todo):
-            while left and (ready := _ready(ended, stage, *left[0], stages)) is not None:
-                phase, number = left.pop(0)
+        for stage, waiting in enumerate(todo):
+            while waiting:
+                phase, number = waiting[0]
+                ready = _ready(ended, stage, phase, number, stages)
+                if ready is None:
+                    break
+                waiting.pop(0)
                 turn = Turn(stage, phase, number, max(free[stage], ready))
-                free[stage] = ended[stage, phase, number] = turn.end
-                found.append(turn)
-    return found
+                free[stage] = turn.end
+                ended[stage, phase, number] = turn.end
+                turns.append(turn)
+    return turns
 
 
 def _order(forwards: int, micro_batches: int) -> list[tuple[str, int]]:
-    """(phase, micro-batch) in the order of a stage that begins with so many forwards."""
+    """Return (phase, micro-batch) in the order of a stage that begins with so many forwards."""
     first = min(forwards, micro_batches)
     turns = [("forward", number) for number in range(first)]
     for number in range(micro_batches):
         turns.append(("backward", number))
-        turns += [("forward", first + number)] if first + number < micro_batches else []
+        if first + number < micro_batches:
+            turns.append(("forward", first + number))
     return turns
 
 
 def _ready(ended: dict[tuple[int, str, int], int], stage: int, phase: str, number: int, stages: int) -> int | None:
-    """When the turn's input is there; None where that is not known yet."""
+    """Return when the turn's input is there; None where that is not known yet."""
     if phase == "forward":
-        return 0 if stage == 0 else ended.get((stage - 1, phase, number))
-    return ended.get((stage, "forward", number) if stage == stages - 1 else (stage + 1, phase, number))
+        if stage == 0:
+            return 0
+        return ended.get((stage - 1, phase, number))
+    if stage == stages - 1:
+        return ended.get((stage, "forward", number))  # the loss follows the last forward
+    return ended.get((stage + 1, phase, number))
 
 
 def bubble(stages: int, micro_batches: int) -> go.Figure:
-    """A lane a stage: forwards and backwards of each micro-batch, and white where the stage has nothing to do."""
+    """Draw a lane a stage: forwards and backwards of each micro-batch, and white where the stage has nothing to do."""
     turns = schedule(stages, micro_batches)
     end = max(turn.end for turn in turns)
     idle = (stages - 1) / (micro_batches + stages - 1)
-    of_phase = {phase: [turn for turn in turns if turn.phase == phase] for phase in _TAKES}
-    figure = go.Figure([_labels(phase, own if len(turns) <= _LABELLED else []) for phase, own in of_phase.items()])
+    has_numbers = len(turns) <= _LABELLED
+    figure, outlines = go.Figure(), []
+    for phase in _TAKES:
+        of_phase = [turn for turn in turns if turn.phase == phase]
+        figure.add_trace(_labels(phase, of_phase if has_numbers else []))
+        outlines.append(_outline(phase, of_phase, 1 if has_numbers else 0.5))
     names = {stage: f"stage {stage}" for stage in range(stages)}
     figure.update_layout(
-        shapes=[_outline(phase, own, 1 if len(turns) <= _LABELLED else 0.5) for phase, own in of_phase.items()],
+        shapes=outlines,
         xaxis=dict(title_text="time (a forward of one micro-batch is 1)", range=[0, 1.01 * end]),
         yaxis=named_axis(names, stages - 0.5, -0.5),
     )
@@ -206,53 +244,82 @@ def bubble(stages: int, micro_batches: int) -> go.Figure:
 
 
 def _outline(phase: str, turns: Sequence[Turn], edge: float) -> dict[str, Any]:
-    """All turns of a phase as one path: a browser takes three times as long to draw 2,000 bars."""
-    boxes = (f"M{turn.start},{turn.stage - 0.43}H{turn.end}V{turn.stage + 0.43}H{turn.start}Z" for turn in turns)
+    """Return all turns of a phase as one path: a browser takes three times as long to draw 2,000 bars."""
+    path = ""
+    for turn in turns:
+        top, bottom = turn.stage - 0.43, turn.stage + 0.43
+        path += f"M{turn.start},{top}H{turn.end}V{bottom}H{turn.start}Z"
     look = dict(fillcolor=style.PHASE_COLOURS[phase], line=dict(color=style.EDGE, width=edge))
-    return dict(type="path", path="".join(boxes), layer="between", **look)
+    return dict(type="path", path=path, layer="between", **look)
 
 
 def _labels(phase: str, turns: Sequence[Turn]) -> go.Scatter:
-    """The numbers of the micro-batches, and the phase's entry in the legend."""
+    """Return the numbers of the micro-batches, and the phase's entry in the legend.
+
+    Without turns there is a point outside the picture, since a trace of no points has no entry.
+    """
     colour = style.PHASE_COLOURS[phase]
+    middles = [(turn.start + turn.end) / 2 for turn in turns]
     return points(
-        phase, colour, [(turn.start + turn.end) / 2 for turn in turns] or [-9], [turn.stage for turn in turns] or [0],
-        mode="markers+text", marker=dict(symbol="square", size=13, line_width=0),
-        customdata=[turn.start for turn in turns], text=[str(turn.micro_batch) for turn in turns],
+        phase,
+        colour,
+        middles or [-9],
+        [turn.stage for turn in turns] or [0],
+        mode="markers+text",
+        marker=dict(symbol="square", size=13, line_width=0),
+        customdata=[turn.start for turn in turns],
+        text=[str(turn.micro_batch) for turn in turns],
         textfont=dict(size=13, color=style.ink_on(colour)),
         hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{customdata}}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 # ---- both orders, with a play button
 
 
 def pipeline_cells(order: str, stages: int, micro_batches: int) -> Iterator[HeldCell]:
-    """Every turn of an order, every moment in which a stage has none, and how many micro-batches stage 0 keeps then."""
+    """Yield every turn of an order, and every moment in which a stage has none.
+
+    Then follows how many micro-batches stage 0 keeps at each moment.
+    """
     turns = schedule(stages, micro_batches, order)
     end = max(turn.end for turn in turns)
+    busy = set()  # (stage, moment)
     for turn in turns:
-        yield HeldCell(_row(order, turn.stage), turn.start, turn.phase, str(turn.micro_batch), turn.end - turn.start)
+        lasts = turn.end - turn.start
+        yield HeldCell(_row(order, turn.stage), turn.start, turn.phase, str(turn.micro_batch), lasts)
+        for moment in range(turn.start, turn.end):
+            busy.add((turn.stage, moment))
     for stage in range(stages):
-        busy = {moment for turn in turns if turn.stage == stage for moment in range(turn.start, turn.end)}
-        yield from (HeldCell(_row(order, stage), moment, _IDLE) for moment in range(end) if moment not in busy)
-    counts = enumerate(kept(turns))
-    yield from (HeldCell(f"{order}: kept on stage 0", moment, _KEPT, str(count)) for moment, count in counts if count)
+        for moment in range(end):
+            if (stage, moment) not in busy:
+                yield HeldCell(_row(order, stage), moment, _IDLE)
+    for moment, count in enumerate(kept(turns)):
+        if count:
+            yield HeldCell(f"{order}: kept on stage 0", moment, _KEPT, str(count))
 
 
 def kept(turns: list[Turn]) -> list[int]:
-    """Micro-batches on stage 0 at each moment, from the start of their forward to the end of their backward."""
-    began = {turn.micro_batch: turn.start for turn in turns if turn.stage == 0 and turn.phase == "forward"}
-    ended = {turn.micro_batch: turn.end for turn in turns if turn.stage == 0 and turn.phase == "backward"}
-    return [sum(began[each] <= moment < ended[each] for each in began) for moment in range(max(ended.values()))]
+    """Return the micro-batches on stage 0 at each moment, from the start of their forward to their backward's end."""
+    began, ended = {}, {}
+    for turn in turns:
+        if turn.stage == 0 and turn.phase == "forward":
+            began[turn.micro_batch] = turn.start
+        elif turn.stage == 0:
+            ended[turn.micro_batch] = turn.end
+    counts = []
+    for moment in range(max(ended.values())):
+        counts.append(sum(began[number] <= moment < ended[number] for number in began))
+    return counts
 
 
 def _row(order: str, stage: int) -> str:
+    """Return the name of a row: a stage under an order."""
     return f"{order}: stage {stage}"
 
 
 def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
-    """Both orders on one clock, with a play button; a moment is a forward of one micro-batch.
+    """Draw both orders on one clock, with a play button; a moment is a forward of one micro-batch.
 
     ValueError for fewer than two stages, no micro-batch, or a schedule too long for a page.
     """
@@ -262,21 +329,33 @@ def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
             f"{stages} stages and {micro_batches} micro-batches cannot be drawn; expected 2 to 4 stages, and so many"
             f" micro-batches that 3 (m + p - 1) is at most {MOST_MOMENTS}: pipeline_diagram(3, 6)"
         )
-    most = {order: max(kept(schedule(stages, micro_batches, order))) for order in ORDERS}
-    lanes = [*(f"stage {stage}" for stage in range(stages)), "kept on stage 0"]
-    rows = [f"{order}: {lane}" for order in ORDERS for lane in lanes]
-    return cells_in_time(
-        [cell for order in ORDERS for cell in pipeline_cells(order, stages, micro_batches)],
-        rows, [str(moment) for moment in range(end)], _KINDS,
-        "GPipe and 1F1B: the same forwards and backwards in two orders",
+    cells: list[HeldCell] = []
+    rows, most = [], {}
+    for order in ORDERS:
+        cells += pipeline_cells(order, stages, micro_batches)
+        rows += [_row(order, stage) for stage in range(stages)]
+        rows.append(f"{order}: kept on stage 0")
+        most[order] = max(kept(schedule(stages, micro_batches, order)))
+    subtitle = (
         f"Computed: {stages} equal stages, {micro_batches} micro-batches; a moment is a forward, a backward takes two,"
-        " messages take no time",
+        " messages take no time"
+    )
+    alt = (
         f"Lanes of {stages} pipeline stages over {end} moments, in two orders. GPipe runs all forwards, then all"
         " backwards. 1F1B runs a few forwards, then one backward and one forward in turn. In both orders each stage is"
         f" idle for {3 * (stages - 1)} of the moments: the last stage at the start, the first before its backwards."
         f" Stage 0 keeps the activations of at most {most['GPipe']} micro-batches under GPipe and {most['1F1B']} under"
-        " 1F1B.",
-    )  # fmt: skip
+        " 1F1B."
+    )
+    return cells_in_time(
+        cells,
+        rows,
+        [str(moment) for moment in range(end)],
+        _KINDS,
+        "GPipe and 1F1B: the same forwards and backwards in two orders",
+        subtitle,
+        alt,
+    )
 
 
 # ---- an expert layer, drawn
@@ -313,90 +392,114 @@ class Routing:
                     f"{count} {what} cannot be spread evenly over {self.ranks} ranks; expected 2 ranks or more, and a"
                     f" multiple of them of {what}"
                 )
+        known = set(range(self.experts))
         for token, chosen in enumerate(self.choices):
-            if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(self.experts)}:
+            different = set(chosen)
+            if not chosen or len(different) < len(chosen) or not different <= known:
                 raise ValueError(
                     f"token {token} goes to experts {list(chosen)}; expected different experts of 0 to"
                     f" {self.experts - 1}, such as {CHOICES[0]}"
                 )
-        if self.experts + 2 * self.ranks > MOST_ROWS:
+        rows = self.experts + 2 * self.ranks
+        if rows > MOST_ROWS:
             raise ValueError(
-                f"{self.experts} experts on {self.ranks} ranks take {self.experts + 2 * self.ranks} rows; expected at"
+                f"{self.experts} experts on {self.ranks} ranks take {rows} rows; expected at"
                 f" most {MOST_ROWS}: draw a smaller layer"
             )
 
     def home(self, token: int) -> int:
-        """The rank that a token belongs to."""
+        """Return the rank that a token belongs to."""
         return token * self.ranks // len(self.choices)
 
     def place(self, expert: int) -> int:
-        """The rank that holds an expert."""
+        """Return the rank that holds an expert."""
         return expert * self.ranks // self.experts
 
     def tokens_of(self, rank: int) -> list[int]:
-        """The tokens of a rank's own text."""
+        """Return the tokens of a rank's own text."""
         return [token for token in range(len(self.choices)) if self.home(token) == rank]
 
     def sent_to(self, expert: int) -> list[int]:
-        """The tokens that chose an expert."""
+        """Return the tokens that chose an expert."""
         return [token for token, chosen in enumerate(self.choices) if expert in chosen]
 
     @property
     def travelling(self) -> int:
-        """The copies of tokens that leave their rank, in each of the two all-to-alls."""
-        return sum(
-            self.place(expert) != self.home(token) for token, chosen in enumerate(self.choices) for expert in chosen
-        )
+        """Return the copies of tokens that leave their rank, in each of the two all-to-alls."""
+        copies = 0
+        for token, chosen in enumerate(self.choices):
+            for expert in chosen:
+                copies += self.place(expert) != self.home(token)
+        return copies
 
 
 def token_cells(routing: Routing) -> Iterator[HeldCell]:
-    """What each rank and each of its experts holds, moment by moment."""
+    """Yield what each rank and each of its experts holds, moment by moment."""
     for rank in range(routing.ranks):
-        own, tokens = routing.tokens_of(rank), f"rank {rank}: its tokens"
-        chosen = ", ".join(f"t{token}: " + " ".join(f"e{each}" for each in routing.choices[token]) for token in own)
-        yield HeldCell(tokens, 0, _OWN, chosen)
-        yield HeldCell(f"rank {rank}: answers", 3, _BACK, chosen)
-        yield HeldCell(tokens, 4, _SUMMED, _names(own))
+        tokens, row = routing.tokens_of(rank), f"rank {rank}: its tokens"
+        choices = []
+        for token in tokens:
+            experts = " ".join(f"e{expert}" for expert in routing.choices[token])
+            choices.append(f"t{token}: {experts}")
+        yield HeldCell(row, 0, _OWN, ", ".join(choices))
+        yield HeldCell(f"rank {rank}: answers", 3, _BACK, ", ".join(choices))
+        yield HeldCell(row, 4, _SUMMED, _names(tokens))
     for expert in range(routing.experts):
-        if sent := routing.sent_to(expert):
+        tokens = routing.sent_to(expert)
+        if tokens:
             row = f"rank {routing.place(expert)}: expert e{expert}"
-            yield HeldCell(row, 1, _SENT, _by_home(routing, sent, routing.place(expert)))
-            yield HeldCell(row, 2, _COMPUTED, f"e{expert} of {_names(sent)}")
+            yield HeldCell(row, 1, _SENT, _by_home(routing, tokens, routing.place(expert)))
+            yield HeldCell(row, 2, _COMPUTED, f"e{expert} of {_names(tokens)}")
 
 
 def _names(tokens: Sequence[int]) -> str:
+    """Return tokens by name: `t0 t3`."""
     return " ".join(f"t{token}" for token in tokens)
 
 
 def _by_home(routing: Routing, tokens: Sequence[int], rank: int) -> str:
-    """`t3, rank 0's t0 t1`."""
-    own = [token for token in tokens if routing.home(token) == rank]
-    said = [_names(own)] if own else []
-    for other in range(routing.ranks):
-        came = [token for token in tokens if routing.home(token) == other != rank]
-        said += [f"rank {other}'s {_names(came)}"] if came else []
-    return ", ".join(said)
+    """Return tokens at an expert on `rank`, its own first: `t3, rank 0's t0 t1`."""
+    by_home: dict[int, list[int]] = {}
+    for token in tokens:
+        by_home.setdefault(routing.home(token), []).append(token)
+    words = []
+    if rank in by_home:
+        words.append(_names(by_home.pop(rank)))
+    for home, travelled in sorted(by_home.items()):
+        words.append(f"rank {home}'s {_names(travelled)}")
+    return ", ".join(words)
 
 
 def token_diagram(choices: Sequence[Sequence[int]] = CHOICES, ranks: int = 2, experts: int = 4) -> go.Figure:
-    """The five moments of an expert layer, with a play button; `choices` are the experts of each token.
+    """Draw the five moments of an expert layer, with a play button; `choices` are the experts of each token.
 
     ValueError where tokens or experts cannot be spread over the ranks, or a token chooses experts that there are not.
     """
     routing = Routing(choices, ranks, experts)
     rows = []
     for rank in range(ranks):
-        held = [expert for expert in range(experts) if routing.place(expert) == rank]
-        lanes = ["its tokens", *(f"expert e{expert}" for expert in held), "answers"]
-        rows += [f"rank {rank}: {lane}" for lane in lanes]
+        rows.append(f"rank {rank}: its tokens")
+        for expert in range(experts):
+            if routing.place(expert) == rank:
+                rows.append(f"rank {rank}: expert e{expert}")
+        rows.append(f"rank {rank}: answers")
     loads = [len(routing.sent_to(expert)) for expert in range(experts)]
-    return cells_in_time(
-        list(token_cells(routing)), rows, TOKEN_MOMENTS, _TOKEN_KINDS,
-        f"An expert layer: {routing.travelling} copies of tokens leave their rank, {routing.travelling} answers return",
+    routes = [f"token {token} to experts {', '.join(map(str, chosen))}" for token, chosen in enumerate(choices)]
+    subtitle = (
         f"Drawn from the rule, nothing was run: {len(choices)} tokens (t) and {experts} experts (e) on {ranks} ranks of"
-        " an ep group",
-        f"Tokens and experts on {ranks} ranks over five moments. The router sends "
-        + "; ".join(f"token {token} to experts {', '.join(map(str, chosen))}" for token, chosen in enumerate(choices))
-        + f". After the first all-to-all the experts hold {', '.join(map(str, loads))} tokens. They compute, and the"
-        " second all-to-all brings each answer back to its token's rank, where the answers of a token are summed.",
-    )  # fmt: skip
+        " an ep group"
+    )
+    alt = (
+        f"Tokens and experts on {ranks} ranks over five moments. The router sends {'; '.join(routes)}. After the first"
+        f" all-to-all the experts hold {', '.join(map(str, loads))} tokens. They compute, and the"
+        " second all-to-all brings each answer back to its token's rank, where the answers of a token are summed."
+    )
+    return cells_in_time(
+        list(token_cells(routing)),
+        rows,
+        TOKEN_MOMENTS,
+        _TOKEN_KINDS,
+        f"An expert layer: {routing.travelling} copies of tokens leave their rank, {routing.travelling} answers return",
+        subtitle,
+        alt,
+    )

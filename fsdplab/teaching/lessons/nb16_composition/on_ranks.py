@@ -37,7 +37,7 @@ _KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "r
 
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
+    """Return the batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -49,61 +49,85 @@ def tensor(payload: dict[str, Any]) -> dict[str, Any]:
     """Train GPT-tiny on a 2 x 2 mesh as the `compose` in use composes it."""
     open_course(workspace=payload["workspace"])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = function_of("16.compose")(build_model("gpt-tiny"), mesh)
+    compose = function_of("16.compose")
+    model = compose(build_model("gpt-tiny"), mesh)
     axes = ("dp", {mesh["tp"].get_group().group_name: "tp"})
-    seen = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2, axes)
+    result = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2, axes)
+    parameters = dict(model.blocks[0].named_parameters())
     names = ("attention.query.weight", "attention.output.weight", "attention_norm.weight")
-    held = dict(model.blocks[0].named_parameters())
-    return seen | {"at rest": _places({name: held[name] for name in names})}
+    result["at rest"] = _places({name: parameters[name] for name in names})
+    return result
 
 
 def experts(payload: dict[str, Any]) -> dict[str, Any]:
     """Train MoE-tiny on a 2 x 2 mesh, expert gradients divided by `payload["divide"]`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    everyone = mesh._flatten("dp")
+    all_ranks = mesh._flatten("dp")
     model = spread_experts(build_moe(), mesh["ep"])
     for block in model.blocks:
-        fully_shard(block.feed_forward.experts, mesh=mesh["efsdp"]).set_gradient_divide_factor(payload["divide"])
-        fully_shard(block, mesh=everyone)
-    fully_shard(model, mesh=everyone)
-    names = {mesh["ep"].get_group().group_name: "ep"}
-    seen = beside_twin(model, build_moe(), moe_loss_of, dist.get_rank(), 4, ("dp and efsdp", names))
-    return seen | {"at rest": _places(dict(model.blocks[0].feed_forward.named_parameters()))}
+        # an expert lives on two of the four ranks, everything else of a block on all
+        sharded_experts = fully_shard(block.feed_forward.experts, mesh=mesh["efsdp"])
+        sharded_experts.set_gradient_divide_factor(payload["divide"])
+        fully_shard(block, mesh=all_ranks)
+    fully_shard(model, mesh=all_ranks)
+    axes = ("dp and efsdp", {mesh["ep"].get_group().group_name: "ep"})
+    result = beside_twin(model, build_moe(), moe_loss_of, dist.get_rank(), 4, axes)
+    result["at rest"] = _places(dict(model.blocks[0].feed_forward.named_parameters()))
+    return result
 
 
-def _places(held: dict[str, nn.Parameter]) -> list[list[str]]:
-    """[name, placement, this rank's shape] of each."""
-    return [[name, at_rest(each), str(list(local_of(each).shape))] for name, each in held.items()]
+def _places(parameters: dict[str, nn.Parameter]) -> list[list[str]]:
+    """Return [name, placement, this rank's shape] of each parameter."""
+    places = []
+    for name, parameter in parameters.items():
+        shape = list(local_of(parameter).shape)
+        places.append([name, at_rest(parameter), str(shape)])
+    return places
 
 
 def beside_twin(
-    model: nn.Module, twin: nn.Module, loss: Callable[..., Tensor], rank: int, ranks: int,
+    model: nn.Module,
+    twin: nn.Module,
+    loss: Callable[..., Tensor],
+    rank: int,
+    ranks: int,
     axes: tuple[str, dict[str, str]] = ("dp", {}),
-) -> dict[str, Any]:  # fmt: skip
-    """Three AdamW steps of both: the largest difference of a parameter, the first gradients' ratios, losses, bytes per
-    axis.
+) -> dict[str, Any]:
+    """Take three AdamW steps with a composed model and with its unsharded twin, and compare them.
+
+    `rank` of `ranks` is the place of this process on the data-parallel axis; the twin sees the batches of all.
+    `axes` are `counted`'s arguments. Returns the largest difference of a parameter (`drift`), the first gradients'
+    `ratios` of norms, the `losses` [model, twin] of each step, and the `bytes` of the last step by axis.
     """
-    optimizers = [torch.optim.AdamW(_by_mesh(each), lr=1e-3, fused=True) for each in (model, twin)]
+    optimizers = []
+    for each_model in (model, twin):
+        optimizers.append(torch.optim.AdamW(_by_mesh(each_model), lr=1e-3, fused=True))
     losses: list[list[float]] = []
     ratios: dict[str, float] = {}
     for step in range(3):
         with counted(*axes) as sent:
             value = loss(model, *tokens_of(step, rank))
             value.backward()
-        replay_gradients(twin, [[tokens_of(step, each)] for each in range(ranks)], loss)
-        losses.append([value.item(), loss(twin, *tokens_of(step, rank)).item()])
-        ratios = ratios or _ratios(model, twin)
+        batches_of_ranks = [[tokens_of(step, other_rank)] for other_rank in range(ranks)]
+        replay_gradients(twin, batches_of_ranks, loss)
+        twin_value = loss(twin, *tokens_of(step, rank))
+        losses.append([value.item(), twin_value.item()])
+        if step == 0:
+            ratios = _ratios(model, twin)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    drift = max(float((whole(a) - b).abs().max()) for a, b in pairs)
-    return {"drift": drift, "ratios": ratios, "losses": losses, "bytes": dict(sent)}
+    distances = []
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        distances.append(float((whole(parameter) - twin_parameter).abs().max()))
+    return {"drift": max(distances), "ratios": ratios, "losses": losses, "bytes": dict(sent)}
 
 
 def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters in a group for each mesh: a fused step takes those of one mesh, and a looped one spends a second
-    on placements when it is taken first.
+    """Return the parameters in a group for each mesh, as an optimizer takes them.
+
+    A fused step takes the parameters of one mesh, and a looped one spends a second on placements when it is taken
+    first.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -112,32 +136,51 @@ def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _ratios(model: nn.Module, twin: nn.Module) -> dict[str, float]:
-    """The norm of a gradient over the twin's, for a matrix of each kind of the first block."""
-    expected = dict(twin.named_parameters())
-    chosen = [(name, p) for name, p in model.named_parameters() if name.startswith("blocks.0") and p.dim() > 1]
-    pairs = {name: (whole(p.grad).norm(), expected[name].grad.norm()) for name, p in chosen}
-    return {name.removeprefix("blocks.0."): float(ours / twins) for name, (ours, twins) in pairs.items()}
+    """Return the norm of a gradient over the twin's, for a matrix of each kind of the first block."""
+    twin_parameters = dict(twin.named_parameters())
+    ratios = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.0") and parameter.dim() > 1:
+            norm = whole(parameter.grad).norm()
+            twin_norm = twin_parameters[name].grad.norm()
+            ratios[name.removeprefix("blocks.0.")] = float(norm / twin_norm)
+    return ratios
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank of its mesh."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    """Return all of a tensor, on every rank of its mesh."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
+    return tensor.detach()
 
 
 def at_rest(parameter: Tensor) -> str:
-    """Placement by mesh axis: "dp: rows, strided by 2; tp: rows"."""
+    """Return the placement by mesh axis: "dp: rows, strided by 2; tp: rows"."""
     if not isinstance(parameter, DTensor):
         return "whole on every rank"
-    names = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
-    return "; ".join(f"{name}: {_words(placement)}" for name, placement in zip(names, parameter.placements))
+    mesh = parameter.device_mesh
+    axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return "; ".join(f"{axis}: {_words(placement)}" for axis, placement in zip(axes, parameter.placements))
 
 
 def _words(placement: Any) -> str:
+    """Return a placement in words: `rows`, or `rows of each share` where an axis cuts what another has cut."""
     if placement.is_replicate():
         return "whole"
     cut = {0: "rows", 1: "columns"}.get(placement.dim, f"dimension {placement.dim}")
-    factor = getattr(placement, "split_factor", 1)
-    return f"{cut} of each share" if factor > 1 else cut
+    is_strided = getattr(placement, "split_factor", 1) > 1
+    return f"{cut} of each share" if is_strided else cut
+
+
+def _all_to_all_bytes(source: Tensor, group: dist.ProcessGroup, splits: list[int]) -> float:
+    """Return the bytes of an all-to-all that leave this rank.
+
+    `source` [rows, ...] is cut into `splits` rows for each rank, or evenly where there are none.
+    """
+    rows = splits or [len(source) // group.size()] * group.size()
+    sent_rows = sum(rows) - rows[group.rank()]  # what a rank sends to itself does not travel
+    row_bytes = source.nbytes / max(1, len(source))
+    return sent_rows * row_bytes
 
 
 # ---- bytes per axis
@@ -145,12 +188,15 @@ def _words(placement: Any) -> str:
 
 @contextmanager
 def counted(engine_axis: str, groups: dict[str, str]) -> Iterator[Counter[str]]:
-    """`with counted("dp", {group name: "tp"}) as sent`: bytes that this rank sends in the body, by axis."""
+    """Count the bytes that this rank sends in the body, by axis: `with counted("dp", {group name: "tp"}) as sent`.
+
+    What the engine sends is of `engine_axis`.
+    """
     sent: Counter[str] = Counter()
     with collectives() as issued, _ByGroup(groups, sent):
         yield sent
-    if issued:
-        sent[engine_axis] += sum(each.wire_bytes for each in issued)
+    for collective in issued:
+        sent[engine_axis] += collective.wire_bytes
 
 
 class _ByGroup(TorchDispatchMode):
@@ -162,18 +208,21 @@ class _ByGroup(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
+            return NotImplemented  # DTensor then calls the collectives of its local tensors, which are seen here
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
         if func.namespace == "_c10d_functional" and name in _KINDS:
-            n = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            self._add(args[-1], bytes_sent(Call(_KINDS[name], out.nbytes), n))
+            group_name = args[-1]
+            group = dist.distributed_c10d._resolve_process_group(group_name)
+            call = Call(_KINDS[name], out.nbytes)
+            self._add(group_name, bytes_sent(call, group.size()))
         elif func.namespace == "c10d" and name == "alltoall_base_":
-            source, group, splits = args[1], dist.ProcessGroup.unbox(args[2]), args[4]
-            rows = splits or [len(source) // group.size()] * group.size()
-            self._add(group.group_name, (sum(rows) - rows[group.rank()]) * source.nbytes / max(1, len(source)))
+            group = dist.ProcessGroup.unbox(args[2])
+            self._add(group.group_name, _all_to_all_bytes(args[1], group, args[4]))
         return out
 
     def _add(self, group: str, nbytes: float) -> None:
+        """Add bytes to the axis of a group; groups without a name are left out."""
         if group in self.groups:
             self.sent[self.groups[group]] += round(nbytes)
 
@@ -191,33 +240,50 @@ def stages(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
+    """Train this rank's stage for two steps beside its twin, the whole model.
+
+    Returns how many collectives the last step had, and the largest difference of a parameter.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
 
     number, rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    module, twin = build_stage(FOUR_BLOCKS, number, 2), build_model(FOUR_BLOCKS)
-    for block in [*module.blocks.values(), module]:
-        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=reshard)
+    module = build_stage(FOUR_BLOCKS, number, 2)
+    twin = build_model(FOUR_BLOCKS)
+    for unit in [*module.blocks.values(), module]:
+        fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_entropy)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (module, twin)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (module, twin)]
+
     for step in range(2):
-        tokens, targets = (torch.cat(part) for part in zip(*_micro_batches(step, rank)))
+        micro_batches = _micro_batches(step, rank)
+        tokens = torch.cat([tokens for tokens, _ in micro_batches])  # int64 [4, 16]
+        targets = torch.cat([targets for _, targets in micro_batches])
+        # the first stage takes the tokens, the last one the targets
+        inputs = [tokens] if module.begins else []
         with collectives() as issued:
-            schedule.step(*([tokens] if module.begins else []), target=targets if module.ends else None)
-        replay_gradients(twin, [_micro_batches(step, each) for each in range(2)], loss_of)
+            schedule.step(*inputs, target=targets if module.ends else None)
+        batches_of_ranks = [_micro_batches(step, other_rank) for other_rank in range(2)]
+        replay_gradients(twin, batches_of_ranks, loss_of)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    seen, expected = Counter(each.kind for each in issued), dict(twin.named_parameters())
-    drift = max(float((whole(p) - expected[name]).abs().max()) for name, p in module.named_parameters())
-    return {"all_gather": seen["all_gather"], "reduce_scatter": seen["reduce_scatter"], "drift": drift}
+
+    counts = Counter(collective.kind for collective in issued)
+    twin_parameters = dict(twin.named_parameters())
+    distances = []
+    for name, parameter in module.named_parameters():
+        difference = whole(parameter) - twin_parameters[name]
+        distances.append(float(difference.abs().max()))
+    return {"all_gather": counts["all_gather"], "reduce_scatter": counts["reduce_scatter"], "drift": max(distances)}
 
 
 def _micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Four of one sequence each: tokens and targets, int64 [1, 16]."""
+    """Return four micro-batches of one sequence each: tokens and targets, int64 [1, 16]."""
     tokens = torch.randint(0, 256, (MICRO_BATCHES, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return list(zip(tokens[:, :-1].split(1), tokens[:, 1:].split(1)))
 
 
 def _entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [batch, length, words]."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

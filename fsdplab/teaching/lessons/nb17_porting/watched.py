@@ -35,15 +35,19 @@ class Watched:
     def __init__(self, model: nn.Module, twin: nn.Module, micro_batches: Sequence[Any], steps: int) -> None:
         self._model, self._asked, self._count = model, steps, len(micro_batches)
         self._forwards, self.steps = 0, list[Step]()
-        self._parts, own = zip(*(_backward(twin, each) for each in micro_batches), strict=True)
-        first, *_, last = averaged = [[_mean_over_ranks(each) for each in grads] for grads in own]
-        self._right = [sum(each) / self._count for each in zip(*averaged, strict=True)]
-        self._others = {"first": first, "last": last, "own": [sum(each) for each in zip(*own, strict=True)]}
+        # what the twin computes: the loss of each micro-batch, and [micro-batch][parameter] gradients
+        self._parts, own = zip(*(_backward(twin, micro_batch) for micro_batch in micro_batches), strict=True)
+        averaged = []
+        for gradients in own:
+            averaged.append([_mean_over_ranks(gradient) for gradient in gradients])
+        self._right = [total / self._count for total in _summed(averaged)]
+        self._others = {"first": averaged[0], "last": averaged[-1], "own": _summed(own)}
         self._norm = _norm(self._right)
         self._loss_of_all = _mean_over_ranks(torch.tensor(self._mean)).item()
 
     @property
     def _mean(self) -> float:
+        """Return this rank's loss of a step."""
         return sum(self._parts) / self._count
 
     def __enter__(self) -> Watched:
@@ -54,37 +58,42 @@ class Watched:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        left = [_local(each.grad) for each in self._model.parameters() if each.grad is not None]
-        square = torch.tensor(_norm(left) ** 2)
-        self._left = 0.0 if error[0] else float(_mean_over_ranks(square) * dist.get_world_size()) ** 0.5
+        gradients = [_local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
+        square = torch.tensor(_norm(gradients) ** 2)
+        self._norm_left = 0.0  # of all ranks' gradients at the end
+        if not error[0]:
+            self._norm_left = float(_mean_over_ranks(square) * dist.get_world_size()) ** 0.5
 
     def _forward(self, *_: object) -> None:
         self._forwards += 1
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note a step of any optimizer of torch, before it is taken."""
         parameters = list(self._model.parameters())
-        own, group = set(map(id, parameters)), optimizer.param_groups[0]
-        strangers = any(id(each) not in own for each in group["params"])
-        extra = [name for name in ("momentum", "weight_decay", "maximize") if group.get(name)]
-        settings = ", ".join(f"{name}={group[name]}" for name in ("lr", *extra))
-        named = f"{type(optimizer).__name__}({settings})"
-        gradients = self._compared([each.grad for each in parameters])
-        self.steps.append(Step(self._forwards, strangers, named, gradients))
+        known, group = set(map(id, parameters)), optimizer.param_groups[0]
+        strangers = any(id(parameter) not in known for parameter in group["params"])
+        names = ["lr", *(name for name in ("momentum", "weight_decay", "maximize") if group.get(name))]
+        settings = ", ".join(f"{name}={group[name]}" for name in names)
+        gradients = self._compared([parameter.grad for parameter in parameters])
+        self.steps.append(Step(self._forwards, strangers, f"{type(optimizer).__name__}({settings})", gradients))
 
     def _compared(self, gradients: Sequence[Tensor | None]) -> tuple[str, float]:
-        """Which gradients these are, and how many times as large: `("right", 1.0)`."""
-        if any(each is None for each in gradients):
+        """Return which gradients these are, and how many times as large: `("right", 1.0)`."""
+        if any(gradient is None for gradient in gradients):
             return "none", 0.0
-        ours = [_local(each) for each in gradients]
-        for name, theirs in {"right": self._right, **self._others}.items():
-            shards = [_shard(each, like) for each, like in zip(theirs, ours, strict=True)]
-            if factor := _multiple(ours, shards):
+        local = [_local(gradient) for gradient in gradients]
+        for name, candidates in {"right": self._right, **self._others}.items():
+            factor = _multiple(local, _shards_like(candidates, local))
+            if factor:
                 return name, factor
-        pairs = zip(ours, (_shard(each, like) for each, like in zip(self._right, ours, strict=True)), strict=True)
-        return ("each", 0.0) if all(_multiple([mine], [right]) for mine, right in pairs) else ("other", 0.0)
+        # each parameter may have a factor of its own
+        pairs = zip(local, _shards_like(self._right, local), strict=True)
+        if all(_multiple([gradient], [right]) for gradient, right in pairs):
+            return "each", 0.0
+        return "other", 0.0
 
     def why_first(self, loss: float) -> str:
-        """What the loss of the first step is, where it is not the mean over this rank's micro-batches."""
+        """Return what the loss of the first step is, where it is not the mean over this rank's micro-batches."""
         known = {
             "this is the sum over the micro-batches; a step's loss is their mean": self._mean * self._count,
             "this was divided by the number of micro-batches twice": self._mean / self._count,
@@ -92,8 +101,9 @@ class Watched:
             "this is the loss of the first micro-batch alone; a step has several, and all train": self._parts[0],
             "this is the mean over all ranks; each rank returns its own loss": self._loss_of_all,
         }
-        if found := next((said for said, value in known.items() if abs(loss - value) < 1e-5 * value), ""):
-            return found
+        for sentence, value in known.items():
+            if abs(loss - value) < 1e-5 * value:
+                return sentence
         if len(self.steps) > self._asked:
             return self._too_often
         if abs(loss - self._mean) < 1e-2 * self._mean:
@@ -105,10 +115,11 @@ class Watched:
         return f"{len(self.steps)} times `optimizer.step()` in {self._asked} steps: once, after all micro-batches"
 
     def why_later(self) -> str:
-        """What is wrong between the first loss and the second; nothing where no optimizer of torch stepped."""
+        """Return what is wrong between the first loss and the second; nothing where no optimizer of torch stepped."""
         return next(self._complaints(), "")
 
     def _complaints(self) -> Iterator[str]:
+        """Yield what is wrong, the likeliest cause first."""
         if not self.steps:
             return
         first = self.steps[0]
@@ -124,23 +135,25 @@ class Watched:
         yield _OTHER[name] if name in _OTHER else self._of_the_norm(factor)
 
     def _of_the_norm(self, factor: float) -> str:
-        """What is wrong with gradients that are `factor` times the mean over ranks and micro-batches."""
+        """Return what is wrong with gradients that are `factor` times the mean over ranks and micro-batches."""
         norm, limit = factor * self._norm, min(LIMIT, self._norm)
-        own = _norm([_shard(each, None) for each in self._right])
+        norm_of_shards = _norm([_shard(gradient, None) for gradient in self._right])
         if _close(norm, limit):
             return (
                 "the first step is right and a later one is not: gradients of the step before are added where"
                 " `zero_grad` is not called in every step"
             )
-        if _close(factor * own, LIMIT):
+        if _close(factor * norm_of_shards, LIMIT):
             return "clipped by the norm of this rank's shards: the norm is that of all ranks' shards together"
         if self._norm <= LIMIT:
             return (
                 f"gradients are {factor:.3g} times what they should be when the optimizer steps: each micro-batch's"
                 f" loss is divided by their number before its backward, and a norm below {LIMIT} is left as it is"
             )
-        said = f"the norm of all gradients is {norm:.3g} when the optimizer steps, and it should be clipped to {LIMIT}"
-        return said + (": `clip_grad_norm_` comes before `optimizer.step()`" if _close(self._left, LIMIT) else "")
+        wrong = f"the norm of all gradients is {norm:.3g} when the optimizer steps, and it should be clipped to {LIMIT}"
+        if _close(self._norm_left, LIMIT):  # clipped too late
+            return f"{wrong}: `clip_grad_norm_` comes before `optimizer.step()`"
+        return wrong
 
 
 _OTHER = {
@@ -156,39 +169,60 @@ _OTHER = {
 
 
 def _backward(model: nn.Module, micro_batch: Any) -> tuple[float, list[Tensor]]:
+    """Return the loss of a micro-batch, and its gradients in the order of the parameters."""
     loss = loss_of(model, *micro_batch)
     return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+def _summed(gradients: Sequence[Sequence[Tensor]]) -> list[Any]:
+    """Return the sum over micro-batches of each parameter's gradient; `gradients` is [micro-batch][parameter]."""
+    return [sum(of_parameter) for of_parameter in zip(*gradients, strict=True)]
+
+
 def _mean_over_ranks(value: Tensor) -> Tensor:
+    """Return the mean of a tensor over all ranks; the tensor itself stays."""
     summed = value.clone()
     dist.all_reduce(summed)
     return summed / dist.get_world_size()
 
 
 def _local(tensor: Any) -> Tensor:
+    """Return a DTensor's rows on this rank; a plain tensor as it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
 
 
 def _shard(whole: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's rows, or all where `like` has all."""
+    """Return this rank's rows, or all where `like` has all."""
     if like is not None and like.shape == whole.shape:
         return whole
-    rows, rank = -(-len(whole) // dist.get_world_size()), dist.get_rank()
+    rank, rows = dist.get_rank(), -(-len(whole) // dist.get_world_size())  # rounded up
     return whole[rank * rows : (rank + 1) * rows]
 
 
+def _shards_like(wholes: Sequence[Tensor], local: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's rows of each tensor, or all where the local one has all."""
+    return [_shard(whole, like) for whole, like in zip(wholes, local, strict=True)]
+
+
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return sum(float(each.double().square().sum()) for each in tensors) ** 0.5
+    """Return the norm of several tensors together."""
+    return sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
 
 
-def _multiple(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """By what factor all of `theirs` are ours; 0 where one factor is not enough."""
-    mine, right = (torch.cat([each.double().flatten() for each in both]) for both in (ours, theirs))
-    factor = float(mine @ right / (right @ right))
-    return factor if (mine - factor * right).norm() < 1e-3 * mine.norm() else 0.0
+def _multiple(gradients: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return by what factor all gradients are the right ones; 0 where one factor is not enough."""
+    flat, right_flat = _flat(gradients), _flat(right)
+    factor = float(flat @ right_flat / (right_flat @ right_flat))
+    distance = (flat - factor * right_flat).norm()
+    return factor if distance < 1e-3 * flat.norm() else 0.0
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors to one vector of float64."""
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def _close(got: float, expected: float) -> bool:
+    """Return whether a number is the expected one within 0.1 %."""
     return abs(got - expected) < 1e-3 * expected

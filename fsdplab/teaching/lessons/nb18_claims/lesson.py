@@ -28,123 +28,135 @@ _COLOURS = dict(zip(VERDICTS, ("#3d9970", "#e0a030", "#c0392b"), strict=True))
 
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
-    """What the small runs came to; FileNotFoundError where the data of the course is missing."""
+    """Load what the small runs came to; FileNotFoundError where the data of the course is missing."""
     return dict(json.loads((shared_folder("data") / "claims.json").read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=64)
 def finding(number: str) -> Finding:
-    """The verdict on a statement, with its figures: `finding("C8").verdict == "refuted"`."""
+    """Return the verdict on a statement, with its figures: `finding("C8").verdict == "refuted"`."""
     return claim_of(number).find(measured())
 
 
 def statements(*numbers: str) -> Table:
-    """Statements as they are made, without a verdict."""
+    """Return statements as they are made, without a verdict."""
     rows = [[number, claim_of(number).statement] for number in numbers]
     return table(["", "statement"], rows)
 
 
 def judged(subject: str) -> Table:
-    """The statements of a subject (memory, traffic, speed, practice), each with its verdict and the figures."""
-    found = {each: finding(each.id) for each in SUBJECTS[subject].CLAIMS}
-    rows = [
-        [each.id, each.statement, said.verdict, said.text, each.origin, each.seen_in[:2]]
-        for each, said in found.items()
-    ]
+    """Return the statements of a subject (memory, traffic, speed, practice), each with its verdict and the figures."""
+    rows = []
+    for claim in SUBJECTS[subject].CLAIMS:
+        judgement = finding(claim.id)
+        notebook = claim.seen_in[:2]
+        rows.append([claim.id, claim.statement, judgement.verdict, judgement.text, claim.origin, notebook])
     return table(["", "statement", "verdict", "because", "figures", "see"], rows)
 
 
 def count(verdict: str) -> int:
-    """How many of the statements have this verdict."""
-    return sum(finding(each.id).verdict == verdict for each in CLAIMS)
+    """Return how many of the statements have this verdict."""
+    return sum(finding(claim.id).verdict == verdict for claim in CLAIMS)
 
 
 def about() -> Note:
-    """How the measured figures were made."""
+    """Return how the measured figures were made."""
     by = measured()["made_by"]
     return Note((f"{len(CLAIMS)} statements. Measured with torch {by['torch']}, {by['ranks']}, by", by["command"]))
 
 
 def verdicts_figure() -> go.Figure:
-    """How many statements of each subject are confirmed, true under conditions, or refuted."""
-    counted = {name: Counter(finding(each.id).verdict for each in module.CLAIMS) for name, module in SUBJECTS.items()}
-    parts = [Part(verdict, _COLOURS[verdict], [each[verdict] for each in counted.values()]) for verdict in VERDICTS]
-    ends = {name: f"<b>{each.total()}</b>" for name, each in counted.items()}
+    """Draw how many statements of each subject are confirmed, true under conditions, or refuted."""
+    counts, ends, described = [], {}, []
+    for name, module in SUBJECTS.items():
+        by_verdict = Counter(finding(claim.id).verdict for claim in module.CLAIMS)
+        counts.append(by_verdict)
+        ends[name] = f"<b>{by_verdict.total()}</b>"
+        described.append(f"{name}: {', '.join(f'{by_verdict[verdict]} {verdict}' for verdict in VERDICTS)}")
+    parts = []
+    for verdict in VERDICTS:
+        parts.append(Part(verdict, _COLOURS[verdict], [by_verdict[verdict] for by_verdict in counts]))
     figure = stacked_bars(ends, parts, "statements", "%{x:.0f}")
-    plain = count(VERDICTS[0])
-    title = f"Of {len(CLAIMS)} statements about FSDP {plain} hold as they are said"
-    subtitle = f"{count(VERDICTS[1])} hold under conditions, {count(VERDICTS[2])} do not; computed and measured"
-    said = "; ".join(
-        f"{name}: {', '.join(f'{each[verdict]} {verdict}' for verdict in VERDICTS)}" for name, each in counted.items()
-    )
-    return titled(figure, title, subtitle, f"Stacked bars of statements by subject. {said}.", height=270)
+    confirmed, conditional, refuted = map(count, VERDICTS)
+    title = f"Of {len(CLAIMS)} statements about FSDP {confirmed} hold as they are said"
+    subtitle = f"{conditional} hold under conditions, {refuted} do not; computed and measured"
+    alt = f"Stacked bars of statements by subject. {'; '.join(described)}."
+    return titled(figure, title, subtitle, alt, height=270)
 
 
 # ---- one formula: C6
 
 
 def ratio(parameter_bytes: float, reduce_bytes: float, ddp_bytes: float, root: float = 0.0) -> float:
-    """Bytes that full sharding sends over those of DDP: all-gathers of `parameter_bytes` an element twice, of the root
-    once, and a reduction of `reduce_bytes`; DDP all-reduces `ddp_bytes` an element. `root`: its part of the parameters.
+    """Return the bytes that full sharding sends over those of DDP.
+
+    Full sharding all-gathers `parameter_bytes` an element twice, those of the root once, and reduces `reduce_bytes`;
+    DDP all-reduces `ddp_bytes` an element. `root` is the root's part of the parameters.
 
     >>> ratio(4, 4, 4), ratio(2, 4, 4), ratio(2, 4, 2)
     (1.5, 1.0, 2.0)
     """
-    return ((2 - root) * parameter_bytes + reduce_bytes) / (2 * ddp_bytes)
+    gathered = (2 - root) * parameter_bytes
+    return (gathered + reduce_bytes) / (2 * ddp_bytes)
 
 
 def root_part(model: str) -> float:
-    """The part of a preset's parameters that no block has."""
+    """Return the part of a preset's parameters that no block has."""
     shape = preset(model)
-    return 1 - shape.layers * sum(each.count for each in shape.block) / shape.parameters
+    of_a_block = sum(parameter.count for parameter in shape.block)
+    return 1 - shape.layers * of_a_block / shape.parameters
 
 
 def ratio_figure(gathers: str, reductions: str, ddp: str, root_percent: int) -> go.Figure:
-    """A bar for each: what DDP and full sharding send of an element, by collective."""
-    sizes = {"fp32": 4, "bf16": 2}
+    """Draw a bar for each of DDP and full sharding: what it sends of an element, by collective."""
+    element = {"fp32": 4, "bf16": 2}  # bytes
     root = root_percent / 100
-    gathered, reduced, plain = (2 - root) * sizes[gathers], sizes[reductions], 2 * sizes[ddp]
+    gathered = (2 - root) * element[gathers]
+    reduced, plain = element[reductions], 2 * element[ddp]
     parts = [
         Part("all_reduce", "#7f868f", [plain, 0]),
         Part("all_gather", "#4c8ed9", [0, gathered]),
         Part("reduce_scatter", "#d98b4c", [0, reduced]),
     ]
-    factor = ratio(sizes[gathers], reduced, sizes[ddp], root)
     ends = {"DDP": f"<b>{plain:g}</b>", "full sharding": f"<b>{gathered + reduced:g}</b>"}
     figure = stacked_bars(ends, parts, "bytes sent of an element, times (n - 1)/n", "%{x:.2g}")
+    factor = ratio(element[gathers], reduced, element[ddp], root)
     title = f"Full sharding sends {factor:.2f} times as many bytes as DDP"
     subtitle = f"Computed: all-gathers in {gathers}, reductions in {reductions}, DDP in {ddp}"
-    said = f"DDP {plain:g}, full sharding {gathered:g} unsharded and {reduced:g} reduced"
-    return titled(figure, title, subtitle, f"Stacked bars of bytes: {said}. {title}.", height=230)
+    bars = f"DDP {plain:g}, full sharding {gathered:g} unsharded and {reduced:g} reduced"
+    return titled(figure, title, subtitle, f"Stacked bars of bytes: {bars}. {title}.", height=230)
 
 
 # ---- on this machine
 
 
 def told(**choices: Any) -> dict[str, Any]:
-    """What a run of gpt-tiny came to: peak by category, bytes sent, collectives of a step by phase, losses."""
+    """Run gpt-tiny and return its peak by category, bytes sent, collectives of a step by phase, and losses."""
     record = run(RunSpec(**{"model": "gpt-tiny", "steps": 2, "device": "cpu", **choices}))
     rows = [row for row in record.table("ledger") if row["rank"] == 0]
     last = max((row["step"] for row in rows), default=0)
+    collectives = Counter(f"{row['phase']} {row['kind']}" for row in rows if row["step"] == last)
     summary = record.summary
     return {
         "peak": dict(summary.peak_memory_bytes.split),
         "bytes": summary.comm.bytes_per_step,
-        "collectives": dict(Counter(f"{row['phase']} {row['kind']}" for row in rows if row["step"] == last)),
+        "collectives": dict(collectives),
         "losses": list(summary.losses),
     }
 
 
 @doing("two strategies on 2 ranks")
 def again() -> Table:
-    """Bytes and collectives of DDP and full sharding on this machine's ranks, beside the record's."""
+    """Return the bytes and collectives of DDP and full sharding on this machine's ranks, beside the record's."""
     rows = []
     for name in ("no_shard", "full_shard"):
-        here, there = told(strategy=name), measured()["strategies"][name]
-        issued = [(*each.split(), number) for each, number in here["collectives"].items()]
-        kinds = [f"{number} {kind}s in the {phase}" for phase, kind, number in issued]
-        same = all(here[what] == there[what] for what in ("bytes", "collectives"))
-        rows.append([name, f"{here['bytes'] / 1e6:.2f}", ", ".join(kinds), "the same" if same else "other"])
+        here, recorded = told(strategy=name), measured()["strategies"][name]
+        kinds = []
+        for phase_and_kind, number in here["collectives"].items():
+            phase, kind = phase_and_kind.split()
+            kinds.append(f"{number} {kind}s in the {phase}")
+        is_same = all(here[what] == recorded[what] for what in ("bytes", "collectives"))
+        rows.append([name, f"{here['bytes'] / 1e6:.2f}", ", ".join(kinds), "the same" if is_same else "other"])
     header = ["strategy", "MB sent", "collectives", "as in the record"]
     return table(header, rows, "Measured on 2 ranks, one step of gpt-tiny.")
 
@@ -156,20 +168,27 @@ ASKED = ("C6", "C8", "C9", "C10", "C16", "C21", "C22", "C31", "C36", "C37")
 
 
 def complaint(verdicts: Any) -> str:
-    """What is wrong with the verdicts on the ten statements, the first with its figures; or `AS_FIGURES_SAY`."""
+    """Return what is wrong with the verdicts on the ten statements, the first with its figures; or `AS_FIGURES_SAY`."""
     if not isinstance(verdicts, dict):
         return f"expected a dict, got {type(verdicts).__name__}"
-    odd = [*(name for name in ASKED if name not in verdicts), *(str(name) for name in verdicts if name not in ASKED)]
-    if odd:
-        return f"expected {', '.join(ASKED)}; missing or unknown: {', '.join(odd)}"
-    return next((said for number in ASKED if (said := _compared(number, verdicts[number]))), AS_FIGURES_SAY)
+    missing = [name for name in ASKED if name not in verdicts]
+    unknown = [str(name) for name in verdicts if name not in ASKED]
+    if missing or unknown:
+        return f"expected {', '.join(ASKED)}; missing or unknown: {', '.join([*missing, *unknown])}"
+    for number in ASKED:
+        difference = _compared(number, verdicts[number])
+        if difference:
+            return difference
+    return AS_FIGURES_SAY
 
 
 def _compared(number: str, verdict: Any) -> str:
-    found, of = finding(number), claim_of(number)
-    verdict = " ".join(verdict.lower().split()) if isinstance(verdict, str) else verdict
+    """Return what is wrong with one verdict, with the figures; nothing where it is right."""
+    if isinstance(verdict, str):
+        verdict = " ".join(verdict.lower().split())
     if verdict not in VERDICTS:
         return f"{number} is {verdict!r}; expected {', '.join(VERDICTS[:-1])} or {VERDICTS[-1]}"
-    if verdict == found.verdict:
+    judgement = finding(number)
+    if verdict == judgement.verdict:
         return ""
-    return f"{number} is not {verdict!r}: {found.text} (notebook {of.seen_in[:2]})"
+    return f"{number} is not {verdict!r}: {judgement.text} (notebook {claim_of(number).seen_in[:2]})"

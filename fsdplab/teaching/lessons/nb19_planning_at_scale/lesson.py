@@ -19,10 +19,12 @@ from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
+from fsdplab.planning.as_flags import in_short
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, under_each_strategy
-from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec, shortfall
+from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec
 from fsdplab.planning.published import FIT, HELD_OUT, SPEED
-from fsdplab.planning.search import WHY, fit, in_short
+from fsdplab.planning.remedies import shortfall
+from fsdplab.planning.search import WHY, fit
 from fsdplab.teaching.core.display import Note, Table, table
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
@@ -34,41 +36,50 @@ LADDER = (32, 64, 128, 256, 512, 768)  # GPUs
 
 
 def told(found: Plan) -> Note:
-    """What a plan says, in two lines."""
+    """Return a note of two or three lines on what a plan predicts: memory, and speed where it fits."""
     spec, peak = found.spec, found.memory.peak
     what = f"{spec.model.name} on {spec.gpus} {spec.gpu.name}, {spec.strategy}, checkpointing {spec.checkpointing}"
     if not found.fits:
         return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
-    speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}" if found.mfu else "unknown speed"
-    card, likely = size(spec.gpu.memory_bytes), "which fits too" if roomy(found) else "which is too much"
-    return Note((
-        f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
-        f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
-        speed,
-    ))  # fmt: skip
+    speed = "unknown speed"
+    if found.mfu:
+        speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}"
+    card = size(spec.gpu.memory_bytes)
+    likely = "which fits too" if roomy(found) else "which is too much"
+    return Note(
+        (
+            f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
+            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+            speed,
+        )
+    )
 
 
 def fewest(gpu: str) -> int:
-    """The fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
-    found = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
-    assert found is not None and roomy(found), "some number of the lesson's cards holds the model, and its reserve"
-    return found.spec.gpus
+    """Return the fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
+    plan = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
+    assert plan is not None and roomy(plan), "some number of the lesson's cards holds the model, and its reserve"
+    return plan.spec.gpus
 
 
 def strategies(gpus: int, gpu: str = "h100") -> Table:
-    """Every strategy on so many GPUs with one sequence a rank: memory, speed, exposed share."""
+    """Return every strategy on so many GPUs with one sequence a rank: memory, speed, exposed share."""
     rows = []
     for name in STRATEGIES:
-        found = ordered(gpu, gpus=gpus, strategy=name, checkpointing="selective")
-        peak, time = found.memory.peak.total, found.time
+        planned = ordered(gpu, gpus=gpus, strategy=name, checkpointing="selective")
+        time = planned.time
         assert time is not None, "the lesson's cards have known FLOP/s"
-        speed = [f"{found.tokens_per_s_per_gpu:,.0f}", f"{time.exposed_s / time.step_s:.1%}", f"{found.mfu:.0%}"]
-        cells = [f"{each / 1e9:,.1f}" for each in (peak, reserved(found))]
-        rows.append([name, *cells, *(speed if roomy(found) else ["does not fit", "-", "-"])])
+        in_use = f"{planned.memory.peak.total / 1e9:,.1f}"
+        reserved_gb = f"{reserved(planned) / 1e9:,.1f}"
+        speed = ["does not fit", "-", "-"]
+        if roomy(planned):
+            exposed = f"{time.exposed_s / time.step_s:.1%}"
+            speed = [f"{planned.tokens_per_s_per_gpu:,.0f}", exposed, f"{planned.mfu:.0%}"]
+        rows.append([name, in_use, reserved_gb, *speed])
     card = plan_spec(MODEL, gpu).gpu.memory_bytes
     job = f"{gpus} GPUs, cards of {size(card)}, sequences of {SEQUENCE:,} tokens, selective checkpointing"
-    caption = f"Predicted: {job}."
-    return table(["strategy", "in use, GB", "reserved, GB", "tokens/s a GPU", "exposed", "MFU"], rows, caption)
+    header = ["strategy", "in use, GB", "reserved, GB", "tokens/s a GPU", "exposed", "MFU"]
+    return table(header, rows, f"Predicted: {job}.")
 
 
 # ---- time and money
@@ -76,81 +87,116 @@ def strategies(gpus: int, gpu: str = "h100") -> Table:
 
 @lru_cache(maxsize=256)
 def best(gpu: str, gpus: int) -> Plan | None:
-    """The cheapest plan on so many GPUs with at most 4 million tokens a step, and room for what the allocator reserves;
-    None where nothing fits.
+    """Return the cheapest plan on so many GPUs with at most 4 million tokens a step; None where nothing fits.
+
+    It has room for what the allocator reserves.
     """
     most = STEP_TOKENS // (SEQUENCE * gpus)
-    every = under_each_strategy(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE))
-    tried = [replace(each, checkpointing=checkpointing) for each in every for checkpointing in CHECKPOINTINGS]
-    with_room = []  # each with as many sequences a rank as what is reserved has room for
-    for each in tried:
-        if count := largest_that_fits(lambda count: roomy(plan_of(replace(each, micro_batch=count))), most):
-            with_room.append(plan_of(replace(each, micro_batch=count)))
-    return min(with_room, key=lambda plan: dollars(plan, gpu), default=None)
+    plans = []
+    for strategy_spec in under_each_strategy(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)):
+        for checkpointing in CHECKPOINTINGS:
+            spec = replace(strategy_spec, checkpointing=checkpointing)
+            # as many sequences a rank as what is reserved has room for
+            count = largest_that_fits(lambda count: roomy(plan_of(replace(spec, micro_batch=count))), most)
+            if count:
+                plans.append(plan_of(replace(spec, micro_batch=count)))
+    return min(plans, key=lambda plan: dollars(plan, gpu), default=None)
 
 
 def ladder(gpu: str, tokens: float = TOKENS) -> dict[int, tuple[float, float]]:
-    """GPUs -> (days, dollars) of the cheapest plan there."""
-    found = {gpus: best(gpu, gpus) for gpus in LADDER}
-    return {gpus: (days(each, tokens), dollars(each, gpu, tokens)) for gpus, each in found.items() if each is not None}
+    """Return (days, dollars) of the cheapest plan on each number of GPUs that has one."""
+    steps = {}
+    for gpus in LADDER:
+        plan = best(gpu, gpus)
+        if plan is not None:
+            steps[gpus] = (days(plan, tokens), dollars(plan, gpu, tokens))
+    return steps
 
 
 def bill_factor(gpu: str = "h100", few: int = 64, many: int = 512) -> float:
-    """The bill on `many` GPUs over that on `few`."""
+    """Return the bill on `many` GPUs over that on `few`."""
     steps = ladder(gpu)
     return steps[many][1] / steps[few][1]
 
 
 def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
-    """Two panels of bars, days and thousands of dollars, over the number of GPUs; the chosen number stands out."""
-    for each in PRICES:  # the other GPU's plans as well: its first move then answers as fast as the rest
-        ladder(each)
-    found, steps = best(gpu, gpus), ladder(gpu, billions_of_tokens * 1e9)
-    chosen = "nothing fits" if found is None else f"{found.spec.strategy}, checkpointing {found.spec.checkpointing}"
+    """Draw two panels of bars, days and thousands of dollars, over the number of GPUs; the chosen number stands out."""
+    for other_gpu in PRICES:  # the other GPU's plans as well: its first move then answers as fast as the rest
+        ladder(other_gpu)
+    steps = ladder(gpu, billions_of_tokens * 1e9)
     names = [f"{count:,}" for count in steps]
-    spans, bills = ([pair[place] for pair in steps.values()] for place in (0, 1))
+    spans = [span for span, _ in steps.values()]
+    thousands = [cost / 1e3 for _, cost in steps.values()]
     figure = go.Figure()
-    _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], f"{gpus:,}", "days", [0.0, 0.46])
-    _panel(figure, "2", names, [each / 1e3 for each in bills], [f"{each / 1e3:,.0f}" for each in bills], f"{gpus:,}",
-           "bill, in 1,000 $", [0.54, 1.0])  # fmt: skip
+    chosen = f"{gpus:,}"
+    _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], chosen, "days", [0.0, 0.46])
+    texts = [f"{cost:,.0f}" for cost in thousands]
+    _panel(figure, "2", names, thousands, texts, chosen, "bill, in 1,000 $", [0.54, 1.0])
+
+    title = f"{gpus} {gpu.upper()} cannot hold the model; {names[0]} can"
     if gpus in steps:
         span, cost = steps[gpus]
         title = f"{gpus} {gpu.upper()}: {span:.3g} days for ${cost:,.0f}"
-    else:
-        title = f"{gpus} {gpu.upper()} cannot hold the model; {names[0]} can"
+    here = "nothing fits"
+    plan = best(gpu, gpus)
+    if plan is not None:
+        here = f"{plan.spec.strategy}, checkpointing {plan.spec.checkpointing}"
     job = f"Llama 3.1 70B, {billions_of_tokens} billion tokens"
-    subtitle = f"Predicted: {job}, the cheapest plan at each number; here: {chosen}"
-    said = "; ".join(f"{count} GPUs {span:.3g} days, ${cost:,.0f}" for count, (span, cost) in steps.items())
-    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {said}.", 310)
+    subtitle = f"Predicted: {job}, the cheapest plan at each number; here: {here}"
+    bars = "; ".join(f"{count} GPUs {span:.3g} days, ${cost:,.0f}" for count, (span, cost) in steps.items())
+    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {bars}.", 310)
 
 
 def _panel(
-    figure: go.Figure, number: str, names: list[str], values: list[float], texts: list[str], chosen: str, words: str,
+    figure: go.Figure,
+    number: str,
+    names: list[str],
+    values: list[float],
+    texts: list[str],
+    chosen: str,
+    words: str,
     span: list[float],
-) -> None:  # fmt: skip
-    """One panel; the bar of the chosen number in the strong colour, each with its value above."""
+) -> None:
+    """Add one panel; the bar of the chosen number in the strong colour, each with its value above."""
     colours = [_CHOSEN if name == chosen else _PLAIN for name in names]
     figure.add_bar(
-        x=names, y=values, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False, text=texts,
-        textposition="outside", cliponaxis=False, marker=dict(color=colours, line=dict(color=EDGE, width=1)),
+        x=names,
+        y=values,
+        xaxis=f"x{number}",
+        yaxis=f"y{number}",
+        showlegend=False,
+        text=texts,
+        textposition="outside",
+        cliponaxis=False,
+        marker=dict(color=colours, line=dict(color=EDGE, width=1)),
         hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
-    )  # fmt: skip
+    )
     figure.add_annotation(
-        x=span[0], y=1, xref="paper", yref="paper", text=f"<b>{words}</b>", showarrow=False, xanchor="left",
-        yanchor="bottom", yshift=6,
-    )  # fmt: skip
-    figure.update_layout({
-        f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
-        f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
-    })  # fmt: skip
+        x=span[0],
+        y=1,
+        xref="paper",
+        yref="paper",
+        text=f"<b>{words}</b>",
+        showarrow=False,
+        xanchor="left",
+        yanchor="bottom",
+        yshift=6,
+    )
+    across = dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False)
+    up = dict(anchor=f"x{number}", range=[0, 1.15 * max(values)])
+    figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
 
 
 def weighed(order: dict[str, Any]) -> Table:
-    """An order beside the cheapest plans of both cards that end in time."""
+    """Return an order beside the cheapest plans of both cards that end in time."""
     rows = [["your order", *_row(ordered(**order), order["gpu"])]]
     for gpu in PRICES:
-        plans = [each for gpus in LADDER if (each := best(gpu, gpus)) is not None and days(each) <= DAYS]
-        cheapest = min(plans, key=lambda each: dollars(each, gpu))
+        in_time = []
+        for gpus in LADDER:
+            plan = best(gpu, gpus)
+            if plan is not None and days(plan) <= DAYS:
+                in_time.append(plan)
+        cheapest = min(in_time, key=lambda plan: dollars(plan, gpu))
         rows.append([f"cheapest of these on {gpu}", *_row(cheapest, gpu)])
     header = ["", "GPUs", "strategy", "checkpointing", "micro-batch", "in use, GB", "days", "bill, $"]
     numbers = ", ".join(map(str, LADDER))
@@ -159,23 +205,40 @@ def weighed(order: dict[str, Any]) -> Table:
 
 @lru_cache(maxsize=4)
 def searched(gpu: str, gpus: int) -> Table:
-    """What `fsdplab plan fit` answers on so many GPUs at the job's largest step, and why."""
+    """Return what `fsdplab plan fit` answers on so many GPUs at the job's largest step, and why."""
     spec = plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)
-    found = fit(spec, STEP_TOKENS // (SEQUENCE * gpus) * gpus, keep=("world-size",))
+    sequences = STEP_TOKENS // (SEQUENCE * gpus) * gpus  # as many for each rank
+    answers = fit(spec, sequences, keep=("world-size",))
     rows = []
     for name, why in WHY.items():
-        chosen = getattr(found, name)
-        words = [in_short(chosen.spec), f"{chosen.peak / 1e9:.1f}", f"{days(chosen.plan):.1f}"]
-        rows.append([name, *words, f"{dollars(chosen.plan, gpu):,.0f}", why(found, chosen)])
+        answer = getattr(answers, name)
+        rows.append(
+            [
+                name,
+                in_short(answer.spec),
+                f"{answer.peak / 1e9:.1f}",
+                f"{days(answer.plan):.1f}",
+                f"{dollars(answer.plan, gpu):,.0f}",
+                why(answers, answer),
+            ]
+        )
     header = ["", "plan", "in use, GB", "days", "bill, $", "why"]
-    caption = f"Predicted: {found.planned:,} plans on {gpus} {gpu.upper()}, of which {found.fitting:,} fit."
+    caption = f"Predicted: {answers.planned:,} plans on {gpus} {gpu.upper()}, of which {answers.fitting:,} fit."
     return table(header, rows, caption)
 
 
-def _row(found: Plan, gpu: str) -> list[str]:
-    spec = found.spec
-    chosen = [f"{spec.gpus} {gpu}", spec.strategy, spec.checkpointing, str(spec.micro_batch)]
-    return [*chosen, f"{found.memory.peak.total / 1e9:.1f}", f"{days(found):.1f}", f"{dollars(found, gpu):,.0f}"]
+def _row(plan: Plan, gpu: str) -> list[str]:
+    """Return a plan's cells: GPUs, strategy, checkpointing, micro-batch, GB in use, days and dollars."""
+    spec = plan.spec
+    return [
+        f"{spec.gpus} {gpu}",
+        spec.strategy,
+        spec.checkpointing,
+        str(spec.micro_batch),
+        f"{plan.memory.peak.total / 1e9:.1f}",
+        f"{days(plan):.1f}",
+        f"{dollars(plan, gpu):,.0f}",
+    ]
 
 
 # ---- predicted against published
@@ -193,53 +256,63 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over published."""
+        """Return the predicted throughput over the published one."""
         return self.predicted / self.published
 
 
 @lru_cache(maxsize=1)
 def published() -> tuple[Row, ...]:
-    """Every published run with a throughput that is predicted; rates are fitted to the runs of two sources."""
-    rows = json.loads(VALIDATION.read_text(encoding="utf-8"))["rows"]
+    """Return every published run with a throughput that is predicted; rates are fitted to the runs of two sources."""
     names = [field.name for field in fields(Row)]
-    return tuple(Row(**{name: row[name] for name in names}) for row in rows if row["quantity"] == SPEED)
+    runs = []
+    for row in json.loads(VALIDATION.read_text(encoding="utf-8"))["rows"]:
+        if row["quantity"] == SPEED:
+            runs.append(Row(**{name: row[name] for name in names}))
+    return tuple(runs)
 
 
 def points(found: Sequence[Row]) -> Sequence[Row]:
-    """The rows with a throughput."""
+    """Return the rows with a throughput."""
     return found
 
 
 def error(found: Sequence[Row]) -> float:
-    """The median error of throughput in %, of the sources that the fit has not seen."""
+    """Return the median error of throughput in %, of the sources that the fit has not seen."""
     return 100 * statistics.median(abs(row.ratio - 1) for row in found if row.part == HELD_OUT)
 
 
 def ratios(found: Sequence[Row]) -> go.Figure:
-    """A point a published row: predicted over published throughput, on a line for each GPU; 1 is right."""
+    """Draw a point a published row: predicted over published throughput, on a line for each GPU; 1 is right."""
     rows = points(found)
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     figure = go.Figure()
-    for name, seen, colour in (("the fit has seen it", True, _SEEN), ("held out", False, _UNSEEN)):
-        shown = [row for row in rows if (row.part == FIT) == seen]
-        places = [gpus.index(row.gpu) + (0.15 if seen else -0.15) for row in shown]
+    # the two kinds stand a little below and above the GPU's line
+    for name, is_fitted, colour, beside in (
+        ("the fit has seen it", True, _SEEN, 0.15),
+        ("held out", False, _UNSEEN, -0.15),
+    ):
+        shown = [row for row in rows if (row.part == FIT) == is_fitted]
+        places = [gpus.index(row.gpu) + beside for row in shown]
         dots = lines.points(name, colour, [row.ratio for row in shown], places, text=[row.id for row in shown])
         figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))
     mark_level(figure, 1, "")
     figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.5, 2.4])
     ticks = dict(tickvals=list(range(len(gpus))), ticktext=gpus)
     figure.update_yaxes(range=[len(gpus) - 0.5, -0.5], gridcolor=GRID, **ticks)
+
     title = f"Throughput of published runs: median error {error(found):.1f} % on held-out sources"
     subtitle = f"{len(rows)} runs of data/published.csv; rates are fitted to two of its sources"
-    low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)
-    alt = f"Points of predicted over published throughput by GPU, from {low:.2f} to {high:.2f}. {title}."
+    values = [row.ratio for row in rows]
+    spread = f"from {min(values):.2f} to {max(values):.2f}"
+    alt = f"Points of predicted over published throughput by GPU, {spread}. {title}."
     return titled(figure, title, subtitle, alt, 300)
 
 
 def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
-    """The held-out rows of one GPU, the most optimistic prediction first."""
-    rows = sorted(_unseen(found, gpu), key=lambda row: -row.ratio)
-    cells = [[row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"] for row in rows]
+    """Return the held-out rows of one GPU, the most optimistic prediction first."""
+    cells = []
+    for row in sorted(_unseen(found, gpu), key=lambda row: -row.ratio):
+        cells.append([row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"])
     caption = (
         "Tokens/s a GPU of runs of sources that the fit has not seen. fms and ptblog: IBM's and PyTorch's, with (c) and"
         " without compiling; nemo and mbridge: NVIDIA's, in 8 bits; qlora: a frozen base in 4 bits."
@@ -248,14 +321,15 @@ def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
 
 
 def _unseen(found: Sequence[Row], gpu: str) -> Sequence[Row]:
+    """Return the rows of a GPU whose sources the fit has not seen."""
     return [row for row in found if row.part == HELD_OUT and row.gpu == gpu]
 
 
 def worst_ratio(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
-    """The largest predicted over published among the held-out rows of a GPU."""
+    """Return the largest predicted over published among the held-out rows of a GPU."""
     return max(row.ratio for row in _unseen(found, gpu))
 
 
 def other_ratios(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
-    """Predicted over published of the other held-out rows of a GPU, the largest first."""
+    """Return predicted over published of the other held-out rows of a GPU, the largest first."""
     return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]

@@ -43,54 +43,59 @@ GOOD = "fits the cards, ends in time, within the budget"
 
 
 def ordered(gpu: str, **choices: Any) -> Plan:
-    """The plan of the job on such cards; numpy's numbers are numbers. Raises PlanError or HardwareError, one line."""
-    whole = {name: value if isinstance(value, str) else int(value) for name, value in choices.items()}
-    return plan(MODEL, gpu, seq=SEQUENCE, **whole)
+    """Return the plan of the job on such cards. Raises PlanError or HardwareError, one line."""
+    settings = {}
+    for name, value in choices.items():
+        settings[name] = value if isinstance(value, str) else int(value)  # numpy's numbers are numbers
+    return plan(MODEL, gpu, seq=SEQUENCE, **settings)
 
 
 def reserved(found: Plan) -> float:
-    """Bytes that a rank is likely to take from its card: PyTorch's allocator keeps freed blocks, and reserves about a
-    fifth more than is in use.
+    """Return the bytes that a rank is likely to take from its card.
+
+    PyTorch's allocator keeps freed blocks, and reserves about a fifth more than is in use.
     """
     return found.memory.reserved_bytes + FRAMEWORK_BYTES
 
 
 def roomy(found: Plan) -> bool:
-    """Whether what is reserved fits the card too."""
+    """Return whether what is reserved fits the card too."""
     return reserved(found) <= found.spec.gpu.memory_bytes
 
 
 def days(found: Plan, tokens: float = TOKENS) -> float:
-    """Days that the job takes."""
+    """Return the days that the job takes."""
     hours = found.hours(tokens)
     assert hours is not None, "the cards of this lesson have known FLOP/s"
     return hours / 24
 
 
 def dollars(found: Plan, gpu: str, tokens: float = TOKENS) -> float:
-    """The bill: 24 hours x days x GPUs x price."""
+    """Return the bill in dollars: 24 hours x days x GPUs x price."""
     return 24 * days(found, tokens) * found.spec.gpus * PRICES[gpu]
 
 
 def verdict(order: Any) -> str:
-    """`GOOD`, or in one line what is wrong with an order and by how much."""
+    """Return `GOOD`, or in one line what is wrong with an order and by how much."""
     refused = _complaint(order)
     if refused:
         return refused
     try:
-        found = ordered(**order)
+        planned = ordered(**order)
     except (PlanError, HardwareError) as error:
         return str(error)
-    return _judged(found, order)
+    return _judged(planned, order)
 
 
 def _complaint(order: Any) -> str:
-    """Why this is no order, or nothing."""
+    """Return why this is no order, or nothing."""
     if not isinstance(order, dict):
         return f"expected a dict, got {type(order).__name__}"
-    wrong = [*(name for name in CHOICES if name not in order), *(str(name) for name in order if name not in CHOICES)]
-    if wrong:
-        return f"missing or unknown choices: {', '.join(wrong)}; expected {', '.join(CHOICES)}"
+    missing = [name for name in CHOICES if name not in order]
+    unknown = [str(name) for name in order if name not in CHOICES]
+    if missing or unknown:
+        names = ", ".join([*missing, *unknown])
+        return f"missing or unknown choices: {names}; expected {', '.join(CHOICES)}"
     for name, known in CHOICES.items():
         value = order[name]
         if isinstance(known, tuple) and value not in known:
@@ -101,14 +106,18 @@ def _complaint(order: Any) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a number is whole and above 0, numpy's numbers among them."""
+    """Return whether a number is whole and above 0, numpy's numbers among them."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         return False
-    return float(value) == float(value) // 1 > 0
+    number = float(value)
+    return number == number // 1 > 0
 
 
 def _judged(found: Plan, order: dict[str, Any]) -> str:
-    """The first of the job's four conditions that a plan does not meet, and what to change: `it takes ...: ...`."""
+    """Return the first of the job's four conditions that a plan does not meet, and what to change.
+
+    The sentence is like `it takes ...: ...`.
+    """
     spec, peak = found.spec, found.memory.peak
     card, (most, nbytes) = size(spec.gpu.memory_bytes), max(peak.by_category.items(), key=lambda each: each[1])
     if not found.fits:
@@ -138,34 +147,40 @@ def _judged(found: Plan, order: dict[str, Any]) -> str:
 
 
 def _fits(order: dict[str, Any]) -> bool:
+    """Return whether an order has room on its cards."""
     return roomy(ordered(**order))
 
 
 def _good(order: dict[str, Any]) -> bool:
-    """Whether an order meets all four of the job's conditions."""
-    found = ordered(**order)
-    may = roomy(found) and found.spec.step_tokens <= STEP_TOKENS
-    return may and days(found) <= DAYS and dollars(found, order["gpu"]) <= BUDGET
+    """Return whether an order meets all four of the job's conditions."""
+    planned = ordered(**order)
+    if not roomy(planned) or planned.spec.step_tokens > STEP_TOKENS:
+        return False
+    return days(planned) <= DAYS and dollars(planned, order["gpu"]) <= BUDGET
 
 
 def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, Any]], bool]) -> str:
-    """The fewest changes after which an order is one that `helps`: `full checkpointing, or more GPUs`."""
+    """Return the fewest changes after which an order is one that `helps`: `full checkpointing, or more GPUs`."""
     for count in range(1, len(changes) + 1):
-        sets = {
-            words: {name: value for each in words for name, value in changes[each].items()}
-            for words in combinations(changes, count)
-        }
-        if found := [", and ".join(words) for words, changed in sets.items() if helps(order | changed)]:
-            return ", or ".join(found)
+        helpful = []
+        for words in combinations(changes, count):
+            changed = dict(order)
+            for word in words:
+                changed |= changes[word]
+            if helps(changed):
+                helpful.append(", and ".join(words))
+        if helpful:
+            return ", or ".join(helpful)
     return "other choices"
 
 
 def _dear(found: Plan) -> str:
-    """What to look at in a plan that costs too much."""
+    """Return what to look at in a plan that costs too much."""
     if found.spec.checkpointing == "full":
         return "full checkpointing computes every forward twice, and all of it is paid for"
-    time = found.time
-    share = time.exposed_s / time.step_s if time else 0.0
+    share = 0.0
+    if found.time:
+        share = found.time.exposed_s / found.time.step_s
     return (
         f"fewer GPUs cost less. {share:.0%} of each step is exposed communication, and what is hidden takes processors"
         " and memory from the compute beside it"

@@ -13,12 +13,12 @@ Cause = Callable[[Facts, Facts], str]
 
 
 def named(fact: str, cause: str) -> Cause:
-    """A cause after the names that a fact holds."""
+    """Return a cause after the names that a fact holds."""
     return lambda got, right: f"{some(got[fact])}: {cause}"
 
 
 def some(names: list[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -27,6 +27,7 @@ def some(names: list[str], most: int = 3) -> str:
 
 
 def _not_sharded(got: Facts, right: Facts) -> str:
+    """Return the likely cause of parameters that are no DTensor."""
     names = got[seen.NO_DTENSOR]
     in_blocks = ["blocks." in name for name in names]
     if not any(in_blocks):
@@ -52,9 +53,12 @@ _OF_SHARDS = {
 
 
 def _wrong_shards(got: Facts, right: Facts) -> str:
-    told = some(got[seen.WRONG_SHARDS])
-    cause = next((cause for sign, cause in _OF_SHARDS.items() if sign in told), "copy the rows, and change nothing")
-    return f"{told}: {cause}"
+    """Return the likely cause of shards that are not this rank's rows."""
+    names = some(got[seen.WRONG_SHARDS])
+    for sign, cause in _OF_SHARDS.items():
+        if sign in names:
+            return f"{names}: {cause}"
+    return f"{names}: copy the rows, and change nothing"
 
 
 OF_SHARDS: dict[str, Any] = {
@@ -90,6 +94,7 @@ _AT_USE = {
 
 
 def _at_use(got: Facts, right: Facts) -> str:
+    """Return the likely cause of wrong values while a unit computes."""
     wrong = got[seen.AT_USE]
     cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[seen.REORDERED])
     first = "forward 1" in wrong[0] or "step 0" in wrong[0]
@@ -99,6 +104,7 @@ def _at_use(got: Facts, right: Facts) -> str:
 
 
 def _not_again(got: Facts, right: Facts) -> str:
+    """Return the likely cause of parameters that stay whole after a forward."""
     names = got[seen.SHARDED_AGAIN]
     if not any("blocks." in name for name in names):
         return (
@@ -109,6 +115,7 @@ def _not_again(got: Facts, right: Facts) -> str:
 
 
 def _gathers(got: Facts, right: Facts) -> str:
+    """Return the likely cause of too many or too few all-gathers."""
     number = got[seen.GATHERS]
     if number < 0:
         return (
@@ -150,9 +157,12 @@ OF_FORWARD: dict[str, Any] = {
 
 
 def _wrong_gradients(got: Facts, right: Facts) -> str:
-    step = got[seen.GRADIENTS][0].rpartition("step ")[2].partition(":")[0]
-    wrong = [each for each in got[seen.GRADIENTS] if f"step {step}:" in each]
-    kinds = {each.rpartition(": ")[2] for each in wrong}
+    """Return the likely cause of gradients that are not the twin's."""
+    # "blocks.0.up.weight, step 1: 4 times": those of the first step that has any
+    sentences = got[seen.GRADIENTS]
+    step = sentences[0].rpartition("step ")[2].partition(":")[0]
+    wrong = [sentence for sentence in sentences if f"step {step}:" in sentence]
+    kinds = {sentence.rpartition(": ")[2] for sentence in wrong}
     return f"{some(wrong)}: {_cause_of_gradients(wrong, kinds, got['_ranks'])}"
 
 
@@ -193,11 +203,12 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
 
 
 def _wrong_parameters(got: Facts, right: Facts) -> str:
-    told = some(got[seen.PARAMETERS])
-    if seen.OTHER_SHAPE in told:
-        return f"{told}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
+    """Return the likely cause of parameters that are not the twin's after the optimizer's step."""
+    names = some(got[seen.PARAMETERS])
+    if seen.OTHER_SHAPE in names:
+        return f"{names}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
     return (
-        f"{told}: gradients are right, so the optimizer updates something else: it holds what"
+        f"{names}: gradients are right, so the optimizer updates something else: it holds what"
         " `module.parameters()` gave after `fully_shard`; these objects stay the same"
     )
 
@@ -223,6 +234,7 @@ AS_THE_TWIN: Facts = dict.fromkeys(_NAMES, []) | dict.fromkeys(_NUMBERS, 0)
 
 
 def _exposed_in_forward(got: Facts, right: Facts) -> str:
+    """Return the likely cause of all-gathers that compute does not hide."""
     return (
         f"{got[seen.EXPOSED['forward']]:g} ms more than the first all-gathers of a step: begin the next unit's"
         " all-gather, with `async_op=True`, before this unit computes, and wait for it when the next one begins"
@@ -230,6 +242,7 @@ def _exposed_in_forward(got: Facts, right: Facts) -> str:
 
 
 def _exposed_in_backward(got: Facts, right: Facts) -> str:
+    """Return the likely cause of messages that the backward does not hide."""
     waited = {lane_name for lane, lane_name, *_ in got["_bars"] if lane == "exposed" and lane_name.endswith("backward")}
     told = f"{got[seen.EXPOSED['backward']]:g} ms too many, waiting for {' and '.join(sorted(waited))}"
     if not any(name.startswith("all_gather") for name in waited):
@@ -254,6 +267,7 @@ OF_ORDER: dict[str, Any] = {
 
 
 def _more_at_the_peak(got: Facts, right: Facts) -> str:
+    """Return the likely cause of more memory than the lab's engine needs."""
     held = ", ".join(
         f"{name.replace('_', ' ')} {size / 1e6:.0f} MB" for name, size in got["_held"].items() if size > 1e6
     )

@@ -43,7 +43,10 @@ class Row:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The best row first: most stages, then least exposed, then least memory, then fewest lines."""
+        """Return a key that sorts the best row first.
+
+        Most stages come first, then least exposed, then least memory, then fewest lines.
+        """
         most = float("inf")
         return (
             -self.stages,
@@ -54,18 +57,28 @@ class Row:
 
 
 def code_lines(source: str) -> int:
-    """Lines that are neither blank nor comments."""
+    """Count the lines that are neither blank nor comments."""
     return sum(has_code(line) for line in source.splitlines())
 
 
 def handed_in(folder: Path) -> list[tuple[str, Path]]:
-    """(learner, file) of what a folder holds: `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`."""
-    found = {path.relative_to(folder).parts[0]: path for path in sorted(folder.glob(f"*/**/{_FILE}"))}
-    return sorted({**found, **{path.stem: path for path in folder.glob("*.py")}}.items())
+    """Return (learner, file) of what a folder holds.
+
+    Files are `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`.
+    """
+    files = {}
+    for path in sorted(folder.glob(f"*/**/{_FILE}")):
+        files[path.relative_to(folder).parts[0]] = path
+    for path in folder.glob("*.py"):
+        files[path.stem] = path
+    return sorted(files.items())
 
 
 def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """A row for each learner whose file is in `folder`, the best first; stages are tried up to the first that fails."""
+    """Try each learner's file in `folder`, and return a row for each, the best first.
+
+    Stages are tried up to the first that fails.
+    """
     rows = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-class-") as scratch:
         for learner, path in handed_in(folder):
@@ -75,8 +88,11 @@ def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) 
 
 
 def _row(learner: str, path: Path, workspace: Workspace) -> Row:
+    """Try one learner's file in all stages up to the first that fails."""
     source = path.read_text(encoding="utf-8")
-    saved, passed, figures, stopped = workspace.save(WHOLE, source), 0, dict[str, float](), ""
+    saved = workspace.save(WHOLE, source)
+    passed, stopped = 0, ""
+    figures: dict[str, float] = {}
     for seen, feedback in _stages(saved, workspace):
         if seen is not None:
             figures |= seen.trials[0][0].returned.get("_leaderboard", {})
@@ -86,12 +102,18 @@ def _row(learner: str, path: Path, workspace: Workspace) -> Row:
         passed += 1
     collectives = figures.get("collectives")
     return Row(
-        learner, passed, figures.get("peak_mb"), None if collectives is None else int(collectives),
-        figures.get("exposed_ms"), code_lines(source), stopped,
-    )  # fmt: skip
+        learner,
+        passed,
+        figures.get("peak_mb"),
+        None if collectives is None else int(collectives),
+        figures.get("exposed_ms"),
+        code_lines(source),
+        stopped,
+    )
 
 
 def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None, Feedback | None]]:
+    """Yield what was seen of each stage, and the feedback on it; None where it is right."""
     for stage in STAGES:
         exercise = find(stage, Exercise)
         try:
@@ -103,9 +125,9 @@ def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None
 
 
 def write(rows: list[Row], out: Path) -> None:
-    """The rows as CSV, a learner a line."""
+    """Write the rows as CSV, a learner a line."""
     text = io.StringIO()
-    table = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
+    table = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
     table.writeheader()
     table.writerows(asdict(row) for row in rows)
     write_whole(out, text.getvalue())

@@ -47,62 +47,72 @@ class StepOrder:
 
     @property
     def exposed_ms(self) -> float:
-        """What the rank waits on the steady clock."""
+        """Return what the rank waits on the steady clock."""
         return exposed_ms(replayed(self.moments))
 
     @property
     def exposed_at_once_ms(self) -> float:
-        """What it would wait if each message were waited for as soon as it is issued."""
+        """Return what it would wait if each message were waited for as soon as it is issued."""
         return exposed_ms(replayed(waited_for_at_once(self.moments)))
 
     def figure(self, at_once: bool = False) -> go.Figure:
-        """The step on the steady clock; `at_once` waits for every message as soon as it is issued."""
-        return _figure(replayed(waited_for_at_once(self.moments) if at_once else self.moments), self.whose, at_once)
+        """Draw the step on the steady clock; `at_once` waits for every message as soon as it is issued."""
+        moments = self.moments
+        if at_once:
+            moments = waited_for_at_once(moments)
+        return _figure(replayed(moments), self.whose, at_once)
 
 
 @doing("three steps under your function")
 def order(blocks: int = 4) -> StepOrder:
-    """The order of a step under the learner's function, on two ranks."""
+    """Return the order of a step under the learner's function, on two ranks."""
     seen = _on_ranks("order_of", 2, file=str(solution_file(WHOLE)), blocks=blocks)[0]
-    return StepOrder(whose(WHOLE), [Moment(*each) for each in seen])
+    return StepOrder(whose(WHOLE), [Moment(*values) for values in seen])
 
 
 def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:
-    figure = go.Figure([_lane(kind, bars) for kind in _COLOURS if any(_kind(bar) == kind for bar in bars)])
+    """Draw a lane each for computing, the link and waiting; the legend has a step's kinds."""
+    kinds = {_kind(bar) for bar in bars}
+    figure = go.Figure([_lane(kind, bars) for kind in _COLOURS if kind in kinds])
     end, waited = max(bar.end for bar in bars), exposed_ms(bars)
     figure.update_xaxes(title="ms on the steady clock", range=[0, 1.02 * end])
-    figure.update_yaxes(**named_axis({_ROWS[lane_]: name for lane_, name in _NAMES.items()}, -0.5, 2.5))
+    rows = {_ROWS[lane_name]: name for lane_name, name in _NAMES.items()}
+    figure.update_yaxes(**named_axis(rows, -0.5, 2.5))
     figure.update_layout(barmode="overlay")
     how = "every message waited for at once" if at_once else "in the order of the calls"
     title = f"{end:.1f} ms, of which the rank waits {waited:.1f}: {how}"
     subtitle = f"Simulated: the calls of one real step, {whose}, with fixed durations"
-    told = ", ".join(f"{bar.name} {bar.start:.1f} to {bar.end:.1f}" for bar in bars)
-    alt = f"Bars of what rank 0 computes, what is on the link and when the rank waits, in ms: {told}. {title}."
+    listed = ", ".join(f"{bar.name} {bar.start:.1f} to {bar.end:.1f}" for bar in bars)
+    alt = f"Bars of what rank 0 computes, what is on the link and when the rank waits, in ms: {listed}. {title}."
     return titled(figure, title, subtitle, alt, height=260)
 
 
 def _kind(bar: Bar) -> str:
-    return "exposed" if bar.lane == "exposed" else bar.name.split()[0]
+    """Return the key of a bar's colour: `forward` of `forward block 2`."""
+    if bar.lane == "exposed":
+        return "exposed"
+    return bar.name.split()[0]
 
 
 def _lane(kind: str, bars: Sequence[Bar]) -> go.Bar:
-    own = [bar for bar in bars if _kind(bar) == kind]
-    spans = [
-        Span(
-            _ROWS[bar.lane], bar.start, bar.end - bar.start, bar.name.split()[-1] if bar.lane == "compute" else "",
-            f"{bar.name}: {bar.start:.1f} to {bar.end:.1f} ms",
-        )
-        for bar in own
-    ]  # fmt: skip
+    """Return all bars of a kind; those of computing have their block's number."""
+    spans = []
+    for bar in bars:
+        if _kind(bar) != kind:
+            continue
+        label = bar.name.split()[-1] if bar.lane == "compute" else ""
+        hover = f"{bar.name}: {bar.start:.1f} to {bar.end:.1f} ms"
+        spans.append(Span(_ROWS[bar.lane], bar.start, bar.end - bar.start, label, hover))
     return lane(kind.replace("_", "-"), _COLOURS[kind], spans, 0.8)
 
 
 def standing() -> Table:
-    """Which stages the file passes as it is now, and how many lines it has."""
+    """Return which stages the file passes as it is now, and how many lines it has."""
     workspace = current().workspace
+    rows = []
+    for stage in STAGES:
+        state = "passed" if workspace.has_passed(stage) else "open"
+        rows.append([stage, find(stage, Exercise).title, state])
     source = workspace.source_of(WHOLE)
-    rows = [
-        [stage, find(stage, Exercise).title, "passed" if workspace.has_passed(stage) else "open"] for stage in STAGES
-    ]
     lines = f"{code_lines(source)} lines of code" if source else "no file yet"
     return table(["check", "", "this file"], rows, f"my_fsdp/{WHOLE}.py: {lines}.")

@@ -60,13 +60,18 @@ class Part(nn.Module):
         self.probed_as, self.probe = name, _nobody
 
     def _in_forward(self) -> None:
+        """Tell the probe that this part computes."""
         self.probe("forward", self.probed_as, self)
 
     def _told(self, x: Tensor) -> Tensor:
-        return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self)) if x.requires_grad else x
+        """Return x so that the probe is called when the backward passes it."""
+        if not x.requires_grad:
+            return x
+        return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self))
 
 
 def _nobody(phase: str, unit: str, module: nn.Module) -> None:
+    """Do nothing, as the probe of a part that nobody watches."""
     return None
 
 
@@ -79,7 +84,7 @@ class Block(Part):
         self.up, self.down = nn.Linear(sizes.width, sizes.hidden), nn.Linear(sizes.hidden, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block of x."""
+        """Return the block of x, [batch, length, width]."""
         self._in_forward()
         return self._told(x + self.down(gelu(self.up(self.norm(x)))))
 
@@ -98,12 +103,14 @@ class Net(Part):
             self.blocks[number].requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits [batch, length, words] of tokens int64 [batch, length]."""
         self._in_forward()
         x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
-            again = number in self.sizes.checkpointed and torch.is_grad_enabled()
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            if number in self.sizes.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         return self._told(self.head(self.norm(x)))
 
     def told_to(self, probe: Probe) -> None:
@@ -113,24 +120,24 @@ class Net(Part):
 
     @property
     def units(self) -> list[Part]:
-        """The modules that `fully_shard` is called on, in that order: the blocks, then the root."""
+        """Return the modules that `fully_shard` is called on, in that order: the blocks, then the root."""
         return [*self.blocks, self]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's parameters, unsharded."""
+        """Return the bytes of a block's parameters, unsharded."""
         return sum(parameter.numel() * 4 for parameter in self.blocks[0].parameters())
 
 
 def batch(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets) of a rank at a step."""
+    """Return (tokens, targets) of a rank at a step, int64 [1, 4] each."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     drawn = torch.randint(0, sizes.words, (BATCH, LENGTH + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def loss_of(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -147,22 +154,27 @@ class TwinStep:
 def twin_steps(
     sizes: Sizes, ranks: int, steps: int, optimizer_of: Callable[[Any], torch.optim.Optimizer]
 ) -> list[TwinStep]:
-    """The same training on one process: each rank's batch in turn, gradients averaged in rank order."""
+    """Train on one process: each rank's batch in turn, gradients averaged in rank order."""
     net, done = Net(sizes), []
     optimizer = optimizer_of(net.parameters())
     for step in range(steps):
         batches = [batch(sizes, step, rank) for rank in range(ranks)]
-        losses, of_rank = zip(*(_alone(net, each) for each in batches), strict=True)
-        replay_gradients(net, [[each] for each in batches], loss_of)
-        gradients = _gradients(net)
+        losses, gradients_of_rank = [], []
+        for rank_batch in batches:
+            loss, gradients = _alone(net, rank_batch)
+            losses.append(loss)
+            gradients_of_rank.append(gradients)
+        replay_gradients(net, [[rank_batch] for rank_batch in batches], loss_of)
+        mean_gradients = _gradients(net)
         optimizer.step()
         optimizer.zero_grad()
-        after = {name: value.detach().clone() for name, value in net.named_parameters()}
-        done.append(TwinStep(list(losses), list(of_rank), gradients, after))
+        parameters = {name: value.detach().clone() for name, value in net.named_parameters()}
+        done.append(TwinStep(losses, gradients_of_rank, mean_gradients, parameters))
     return done
 
 
 def _alone(net: Net, given: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of one rank's batch; nothing stays in the net."""
     loss = loss_of(net, *given)
     loss.backward()
     gradients = _gradients(net)
@@ -171,4 +183,5 @@ def _alone(net: Net, given: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Ten
 
 
 def _gradients(net: Net) -> dict[str, Tensor]:
+    """Return copies of all gradients by name."""
     return {name: value.grad.clone() for name, value in net.named_parameters() if value.grad is not None}

@@ -49,7 +49,10 @@ MOST_BLOCKS = {"forward": 4.0, "backward": 4.5}
 
 
 def sharded(net: Net, fully_shard: FullyShard) -> Any:
-    """Call the learner's function on each block and then on the root, as PyTorch's is called; what it returned."""
+    """Call the learner's function on each block and then on the root, as PyTorch's is called.
+
+    Returns what the last call, that on the root, returned.
+    """
     returned = None
     for unit in net.units:
         returned = fully_shard(unit)
@@ -60,34 +63,48 @@ def sharded(net: Net, fully_shard: FullyShard) -> Any:
 
 
 def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
-    """A net right after it was sharded: kinds, names, rows, values and bytes of its parameters."""
+    """Shard a net, and return its facts right after: kinds, names, rows, values and bytes of its parameters."""
     right = dict(Net(sizes).named_parameters())
     gc.collect()
     before = alive()
     net = Net(sizes)
     returned = sharded(net, fully_shard)
-    found = dict(net.named_parameters())
-    missing = [name for name in right if name not in found] + [f"{name} (new)" for name in found if name not in right]
-    what = "PyTorch's FSDPModule" if isinstance(returned, FSDPModule) else f"a {type(returned).__name__}"
+    parameters = dict(net.named_parameters())
+    missing = [name for name in right if name not in parameters]
+    new = [f"{name} (new)" for name in parameters if name not in right]
     facts: Facts = {
-        RETURNED: "the module" if returned is net and type(net) is Net else what,
-        WRONG_NAMES: missing,
-        NO_DTENSOR: [name for name, value in found.items() if not isinstance(value, DTensor)],
+        RETURNED: _returned(returned, net),
+        WRONG_NAMES: [*missing, *new],
+        NO_DTENSOR: _no_dtensors(net),
+        WRONG_SHARDS: [],
+        WRONG_WHOLES: [],
+        KEPT: 0,
     }
-    if missing or facts[NO_DTENSOR]:
-        return facts | {WRONG_SHARDS: [], WRONG_WHOLES: [], KEPT: 0}
-    kept = _kept(net, before)
-    told = {name: _told_of_shard(value, right[name]) for name, value in found.items()}
-    wholes = {name: value.full_tensor().detach() for name, value in found.items()}
-    return facts | {
-        WRONG_SHARDS: [f"{name}: {what}" for name, what in told.items() if what],
-        WRONG_WHOLES: [name for name in right if not _near(wholes[name], right[name])],
-        KEPT: kept if not any(told.values()) else 0,
-    }
+    if missing or new or facts[NO_DTENSOR]:
+        return facts  # what follows reads every parameter as a DTensor
+    kept_bytes = _kept(net, before)
+    for name, value in parameters.items():
+        wrong = _told_of_shard(value, right[name])
+        if wrong:
+            facts[WRONG_SHARDS].append(f"{name}: {wrong}")
+    wholes = {name: value.full_tensor().detach() for name, value in parameters.items()}
+    facts[WRONG_WHOLES] = [name for name in right if not _near(wholes[name], right[name])]
+    if not facts[WRONG_SHARDS]:
+        facts[KEPT] = kept_bytes
+    return facts
+
+
+def _returned(returned: Any, net: Net) -> str:
+    """Return in words what the learner's function returned: "the module" where it is the net itself."""
+    if returned is net and type(net) is Net:
+        return "the module"
+    if isinstance(returned, FSDPModule):
+        return "PyTorch's FSDPModule"
+    return f"a {type(returned).__name__}"
 
 
 def _told_of_shard(value: Any, right: Tensor) -> str:
-    """What is wrong with a shard; "" where it is this rank's rows."""
+    """Return what is wrong with a shard; "" where it is this rank's rows."""
     if tuple(value.placements) != (Shard(0),):
         return f"placed as {', '.join(map(repr, value.placements))}"
     if value.requires_grad != right.requires_grad:
@@ -97,32 +114,41 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
     if value.shape != right.shape:
         return f"the whole's shape is {list(value.shape)} and not {list(right.shape)}"
     pieces, local = pieces_of(right.detach()), value.to_local().detach()
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     if local.shape != pieces[rank].shape:
         return f"shape {list(local.shape)}, expected {list(pieces[rank].shape)}"
     if torch.equal(local, pieces[rank]):
         return ""
-    ranks = dist.get_world_size()
     if torch.equal(local, right[rank::ranks]):
         return f"every {ranks}th row"
-    theirs = [other for other, piece in enumerate(pieces) if torch.equal(local, piece)] if local.numel() else []
-    return f"the rows of rank {theirs[0]}" if theirs else "other values"
+    for other, piece in enumerate(pieces):
+        if local.numel() and torch.equal(local, piece):
+            return f"the rows of rank {other}"
+    return "other values"
 
 
 def pieces_of(whole: Tensor) -> list[Tensor]:
-    """The rows of each rank, as DTensor cuts them: torch.chunk's, and none for ranks that are left over."""
-    pieces = list(whole.chunk(dist.get_world_size()))
-    return [*pieces, *[whole[:0]] * (dist.get_world_size() - len(pieces))]
+    """Return the rows of each rank, as DTensor cuts them: torch.chunk's, and none for ranks that are left over.
+
+    Of 5 rows over 4 ranks: 2, 2, 1 and 0 rows.
+    """
+    ranks = dist.get_world_size()
+    pieces = list(whole.chunk(ranks))
+    while len(pieces) < ranks:
+        pieces.append(whole[:0])
+    return pieces
 
 
 def _kept(net: Net, before: int) -> int:
-    """Bytes beyond the shards: behind the parameters, as views keep them, or of tensors that something else holds."""
+    """Return the bytes beyond the shards: behind the parameters, as views keep them, or of tensors held elsewhere."""
     gc.collect()
-    more = alive() - before - sum(value.to_local().numel() * 4 for value in _dtensors(net))
+    shard_bytes = sum(value.to_local().numel() * 4 for value in _dtensors(net))
+    more = alive() - before - shard_bytes
     return more if more > net.block_bytes / 2 else 0
 
 
 def _dtensors(net: nn.Module) -> list[DTensor]:
+    """Return the parameters that are sharded."""
     return [value for value in net.parameters() if isinstance(value, DTensor)]
 
 
@@ -130,37 +156,45 @@ def _dtensors(net: nn.Module) -> list[DTensor]:
 
 
 def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
-    """Two forwards without gradients, with other parameters in the second: values, memory and messages."""
+    """Take two forwards without gradients, with other parameters in the second: values, memory and messages."""
     net, twin = Net(sizes), Net(sizes)
     sharded(net, fully_shard)
     watch = Watch(net)
     tokens = batch(sizes, 0, dist.get_rank())[0]
-    outputs, hooks, kept = list[str](), list[int](), 0
+    wrong_outputs, hooks, kept_bytes = list[str](), list[int](), 0
     for number in (1, 2):
         watch.begin(dict(twin.named_parameters()), f"forward {number}")
         with torch.no_grad(), Order(net.block_bytes) as order:
-            got, right = watch.call(net, tokens), twin(tokens)
-        outputs += [] if got is None or _near(got, right) else [f"forward {number}"]
-        hooks.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in net.modules()))
-        after, kept = _no_dtensors(net), max(kept, watch.kept())
-        if after or got is None:
+            output, right = watch.call(net, tokens), twin(tokens)
+        if output is not None and not _near(output, right):
+            wrong_outputs.append(f"forward {number}")
+        hooks.append(_hooks_of(net))
+        not_resharded = _no_dtensors(net)
+        kept_bytes = max(kept_bytes, watch.kept())
+        if not_resharded or output is None:
             break  # what follows from that tells less
-        for each in (net, twin):  # as an optimizer does: the next forward must see it
-            for parameter in each.parameters():
+        for model in (net, twin):  # as an optimizer does: the next forward must see it
+            for parameter in model.parameters():
                 parameter.data.mul_(1.5)
     return {
         AT_USE: watch.wrong,
-        OUTPUTS: outputs,
-        SHARDED_AGAIN: after,
+        OUTPUTS: wrong_outputs,
+        SHARDED_AGAIN: not_resharded,
         STAYING: watch.staying,
         HOOKS: hooks[-1] - hooks[0],
         GATHERS: order.count("all_gather") - len(net.units),
-        KEPT: kept,
+        KEPT: kept_bytes,
         HELD: watch.too_many(),
     }
 
 
+def _hooks_of(net: nn.Module) -> int:
+    """Return the number of forward hooks of all modules."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in net.modules())
+
+
 def _no_dtensors(net: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not sharded."""
     return [name for name, value in net.named_parameters() if not isinstance(value, DTensor)]
 
 
@@ -170,20 +204,21 @@ class Watch:
     def __init__(self, net: Net) -> None:
         self.wrong: list[str] = []
         self.staying: list[str] = []
-        self.most = {"forward": 0.0, "backward": 0.0}
+        self.most = {"forward": 0.0, "backward": 0.0}  # blocks in memory
         self._net, self._block = net, net.block_bytes
-        self._root = sum(value.numel() * 4 for value in net.parameters()) - len(net.blocks) * self._block
+        whole_bytes = sum(value.numel() * 4 for value in net.parameters())
+        self._root = whole_bytes - len(net.blocks) * self._block  # bytes of what no block has
         self._all = {id(module): name for name, module in net.named_modules()}
 
     def begin(self, right: dict[str, Tensor], when: str) -> None:
-        """From now on units must have these parameters while they compute."""
+        """Expect these parameters from now on while units compute; none are expected where `right` is empty."""
         self._right = {name: value.detach().clone() for name, value in right.items()}
         gc.collect()
         self._when, self._before = when, alive()
         self._net.told_to(self._probe)
 
     def call(self, net: Net, tokens: Tensor) -> Tensor | None:
-        """The net's output; None where a unit's parameters were so wrong that it could not compute."""
+        """Return the net's output; None where a unit's parameters were so wrong that it could not compute."""
         try:
             return net(tokens)
         except RuntimeError:
@@ -192,50 +227,66 @@ class Watch:
             return None
 
     def kept(self) -> int:
-        """Bytes in memory now that were not there when this began, unless they are less than half of a block."""
+        """Return the bytes in memory now that were not there when this began; 0 for less than half of a block."""
         gc.collect()
         more = alive() - self._before
         return more if more > self._block / 2 else 0
 
     def too_many(self) -> float:
-        """Blocks too many in memory at some moment."""
+        """Return the blocks too many in memory at some moment."""
         gradients = {"forward": 0.0, "backward": len(self._net.blocks) / dist.get_world_size()}
-        more = max(most - MOST_BLOCKS[phase] - gradients[phase] for phase, most in self.most.items())
-        return round(max(0.0, more), 1)
+        beyond = [most - MOST_BLOCKS[phase] - gradients[phase] for phase, most in self.most.items()]
+        return round(max(0.0, *beyond), 1)
 
     def _probe(self, phase: str, unit: str, module: nn.Module) -> None:
-        held = (alive() - self._before - self._root) / self._block
-        now = "backward" if torch._C._current_graph_task_id() != -1 else phase  # a checkpointed block computes again
-        self.most[now] = max(self.most[now], held)
+        """Note memory and values: each unit calls this while it computes."""
+        blocks_held = (alive() - self._before - self._root) / self._block
+        now = phase
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed block computes again
+            now = "backward"
+        self.most[now] = max(self.most[now], blocks_held)
         self._look_for_whole_units(now, module)
-        if phase == "forward" and self._right:
-            for owner in [self._net.embed, self._net.norm, self._net.head] if unit == "root" else module.modules():
-                self._look(owner)
+        if phase != "forward" or not self._right:
+            return
+        owners: Iterable[nn.Module] = module.modules()
+        if unit == "root":  # its blocks are units of their own
+            owners = [self._net.embed, self._net.norm, self._net.head]
+        for owner in owners:
+            self._look(owner)
 
     def _look_for_whole_units(self, phase: str, module: Any) -> None:
-        """Blocks before this one in forward, and after it in backward, have had their turn."""
+        """Note whole blocks that have had their turn: before this one in forward, and after it in backward."""
         if module is self._net:
             return
         blocks = list(self._net.blocks)
-        at = blocks.index(module)
-        for block in blocks[:at] if phase == "forward" else blocks[at + 1 :]:
+        place = blocks.index(module)
+        had_their_turn = blocks[:place] if phase == "forward" else blocks[place + 1 :]
+        for block in had_their_turn:
             name = block.probed_as
-            if _is_whole(block) and not any(each.startswith(name) for each in self.staying):
+            is_noted = any(sentence.startswith(name) for sentence in self.staying)
+            if _is_whole(block) and not is_noted:
                 self.staying.append(f"{name} in the {phase} of {module.probed_as}")
 
     def _look(self, owner: nn.Module) -> None:
+        """Note the parameters of one module that differ from the expected ones."""
         for short in ("weight", "bias"):
-            value, name = getattr(owner, short, None), f"{self._all[id(owner)]}.{short}"
-            if value is not None and (what := likeness(value, self._right[name])):
-                self.wrong.append(f"{name} in {self._when}: {what}")
+            value = getattr(owner, short, None)
+            if value is None:
+                continue
+            name = f"{self._all[id(owner)]}.{short}"
+            difference = likeness(value, self._right[name])
+            if difference:
+                self.wrong.append(f"{name} in {self._when}: {difference}")
 
 
 def _is_whole(unit: nn.Module) -> bool:
-    return any(not isinstance(value, DTensor) and value.untyped_storage().nbytes() > 0 for value in unit.parameters())
+    """Return whether a parameter of a unit is unsharded and has memory."""
+    unsharded = [value for value in unit.parameters() if not isinstance(value, DTensor)]
+    return any(value.untyped_storage().nbytes() > 0 for value in unsharded)
 
 
 def alive() -> int:
-    """Bytes of all tensors that this process can reach."""
+    """Return the bytes of all tensors that this process can reach."""
     return sum(storage.nbytes() for storage in living_storages(CPU).values())
 
 
@@ -247,13 +298,19 @@ ZEROS, IN_PART, ROUNDED = "zeros", "zeros in part", "nearly right, as if rounded
 
 
 def _near(got: Any, right: Tensor) -> bool:
+    """Return whether a tensor is right but for rounding; a DTensor is not."""
     if not isinstance(got, Tensor) or isinstance(got, DTensor) or got.shape != right.shape:
         return False
-    return bool((got.detach() - right.detach()).abs().max() <= NEAR * right.detach().abs().max() + 1e-12)
+    right = right.detach()
+    allowed = NEAR * right.abs().max() + 1e-12
+    return bool((got.detach() - right).abs().max() <= allowed)
 
 
 def likeness(got: Any, right: Tensor, others: dict[str, Tensor] | None = None) -> str:
-    """What a wrong value is like: one of `others`, a multiple, the right numbers elsewhere; "" for a right one."""
+    """Return what a wrong value is like; "" for a right one.
+
+    It may be one of `others`, a multiple of the right value, or the right numbers elsewhere.
+    """
     if isinstance(got, DTensor):
         return STILL_SHARDED
     if got.shape != right.shape:
@@ -277,50 +334,56 @@ def likeness(got: Any, right: Tensor, others: dict[str, Tensor] | None = None) -
     factor = float((got * right).sum() / (right * right).sum())
     if abs(factor) > 1e-6 and _near(got, factor * right):
         return f"{factor:.4g} times"
-    return REORDERED if _near(got.flatten().sort()[0], right.flatten().sort()[0]) else OTHER
+    if _near(got.flatten().sort()[0], right.flatten().sort()[0]):
+        return REORDERED
+    return OTHER
 
 
 # ---- stages 3 and 5
 
 
 def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Adam hides a gradient's wrong factor, which a check must not; weight decay shows a frozen one's zero gradient."""
+    """Return SGD with weight decay.
+
+    Adam hides a gradient's wrong factor, which a check must not; weight decay shows a frozen parameter's zero gradient.
+    """
     return torch.optim.SGD(parameters, lr=0.5, weight_decay=0.1)
 
 
 def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
-    """Steps of training beside the twin: losses, gradients, parameters, memory and messages of the last step."""
+    """Train beside the twin: losses, gradients, parameters, memory, and messages of the last step."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     net, before = Net(sizes), dict(Net(sizes).named_parameters())
     sharded(net, fully_shard)
     watch, optimizer = Watch(net), sgd(net.parameters())
-    found: Facts = {name: [] for name in (FROZEN, LOSSES, SHARDED_AGAIN, GRADIENTS, PARAMETERS)}
+    facts: Facts = {name: [] for name in (FROZEN, LOSSES, SHARDED_AGAIN, GRADIENTS, PARAMETERS)}
     for step, right in enumerate(twin_steps(sizes, ranks, steps, sgd)):
         watch.begin(before, f"step {step}")
         with Order(net.block_bytes) as order:
             loss = loss_of(net, *batch(sizes, step, rank))
             loss.backward()
         expected = right.losses[rank]
-        found[LOSSES] += [] if abs(loss.item() - expected) <= NEAR * abs(expected) else [f"step {step}"]
-        found[SHARDED_AGAIN] = found[SHARDED_AGAIN] or _no_dtensors(net)
-        found[GRADIENTS] += _wrong_gradients(net, right, step)
-        found[FROZEN] += [
-            f"{name}, step {step}"
-            for name, value in net.named_parameters()
-            if not value.requires_grad and value.grad is not None
-        ]
+        if not abs(loss.item() - expected) <= NEAR * abs(expected):  # `not <=`: NaN is wrong too
+            facts[LOSSES].append(f"step {step}")
+        if not facts[SHARDED_AGAIN]:
+            facts[SHARDED_AGAIN] = _no_dtensors(net)
+        facts[GRADIENTS] += _wrong_gradients(net, right, step)
+        for name, value in net.named_parameters():
+            if not value.requires_grad and value.grad is not None:
+                facts[FROZEN].append(f"{name}, step {step}")
         optimizer.step()
         optimizer.zero_grad()
-        found[PARAMETERS] += _wrong_parameters(net, right, step)
-        kept, before = watch.kept(), right.parameters
-    told = _until_first_wrong(steps, [*found[GRADIENTS], *found[PARAMETERS]])
-    return found | {
-        AT_USE: told(watch.wrong),
-        **{name: told(found[name]) for name in (LOSSES, GRADIENTS, PARAMETERS)},
+        facts[PARAMETERS] += _wrong_parameters(net, right, step)
+        kept_bytes, before = watch.kept(), right.parameters
+    until_first_wrong = _until_first_wrong(steps, [*facts[GRADIENTS], *facts[PARAMETERS]])
+    for name in (LOSSES, GRADIENTS, PARAMETERS):
+        facts[name] = until_first_wrong(facts[name])
+    return facts | {
+        AT_USE: until_first_wrong(watch.wrong),
         STAYING: watch.staying,
         GATHERS: gathers_beyond(order, sizes.blocks),
         REDUCTIONS: order.count("reduce_scatter") - (sizes.blocks + 1 - len(sizes.frozen)),
-        KEPT: kept,
+        KEPT: kept_bytes,
         HELD: watch.too_many(),
         "_ranks": ranks,
         "_checkpointed": len(sizes.checkpointed),
@@ -328,46 +391,70 @@ def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
 
 
 def _wrong_parameters(net: Net, right: TwinStep, step: int) -> list[str]:
-    """The shards that are not this rank's rows of the twin's parameters."""
-    found = []
+    """Return the shards that are not this rank's rows of the twin's parameters, and what they are like."""
+    wrong = []
     for name, value in net.named_parameters():
         whole = right.parameters[name]
         if not isinstance(value, DTensor):
             continue
-        what = f"{OTHER_SHAPE}, {list(value.shape)}" if value.shape != whole.shape else ""
-        if what := what or likeness(value.to_local(), pieces_of(whole)[dist.get_rank()]):
-            found.append(f"{name}, step {step}: {what}")
-    return found
+        if value.shape != whole.shape:
+            difference = f"{OTHER_SHAPE}, {list(value.shape)}"
+        else:
+            difference = likeness(value.to_local(), pieces_of(whole)[dist.get_rank()])
+        if difference:
+            wrong.append(f"{name}, step {step}: {difference}")
+    return wrong
 
 
 def gathers_beyond(order: Order, blocks: int) -> int:
-    """All-gathers of a step beyond two of each block and one of the root; the last block may stay whole in between."""
+    """Return how many all-gathers a step has beyond two of each block and one of the root; below 0 for too few.
+
+    The last block may stay whole in between, so that one less is right too.
+    """
     count, most = order.count("all_gather"), 2 * blocks + 1
-    return count - most if count > most else min(0, count - (most - 1))
+    if count > most:
+        return count - most
+    return min(0, count - (most - 1))
 
 
 def _until_first_wrong(steps: int, wrong: list[str]) -> Callable[[list[str]], list[str]]:
-    """What is told of the steps up to the first that leaves a rank with wrong values: the rest follows from that."""
-    mine = (step for step in range(steps) if any(f"step {step}:" in each for each in wrong))
-    first = torch.tensor(min(mine, default=steps))
+    """Return a filter for sentences about the steps up to the first that leaves a rank with wrong values.
+
+    What is wrong in later steps follows from that. All ranks call this, and agree on the step.
+    """
+    first_here = steps
+    for step in reversed(range(steps)):
+        if any(f"step {step}:" in sentence for sentence in wrong):
+            first_here = step
+    first = torch.tensor(first_here)
     dist.all_reduce(first, dist.ReduceOp.MIN)
-    return lambda told: [each for each in told if any(f"step {step}" in each for step in range(int(first) + 1))]
+    shown_steps = [f"step {step}" for step in range(int(first) + 1)]
+
+    def until(sentences: list[str]) -> list[str]:
+        return [sentence for sentence in sentences if any(step in sentence for step in shown_steps)]
+
+    return until
 
 
 def _wrong_gradients(net: Net, right: TwinStep, step: int) -> list[str]:
-    rank, found = dist.get_rank(), []
+    """Return the gradients that are not this rank's rows of the mean, and what they are like."""
+    rank, wrong = dist.get_rank(), []
     for name, value in net.named_parameters():
-        if (mean := right.gradients.get(name)) is None:
+        mean = right.gradients.get(name)
+        if mean is None:
             continue
-        what = _told_of_gradient(value.grad, mean, {
-            "this rank's own": pieces_of(right.of_rank[rank][name])[rank],
-            **{f"the rows of rank {other}": piece for other, piece in enumerate(pieces_of(mean)) if other != rank},
-        })  # fmt: skip
-        found += [f"{name}, step {step}: {what}"] if what else []
-    return found
+        likely = {"this rank's own": pieces_of(right.of_rank[rank][name])[rank]}
+        for other, piece in enumerate(pieces_of(mean)):
+            if other != rank:
+                likely[f"the rows of rank {other}"] = piece
+        difference = _told_of_gradient(value.grad, mean, likely)
+        if difference:
+            wrong.append(f"{name}, step {step}: {difference}")
+    return wrong
 
 
 def _told_of_gradient(gradient: Any, mean: Tensor, others: dict[str, Tensor]) -> str:
+    """Return what is wrong with a gradient; "" where it is this rank's rows of the mean."""
     if gradient is None:
         return "none"
     if not isinstance(gradient, DTensor):
@@ -383,16 +470,17 @@ MOST_EXPOSED_MS = {"forward": 3.6, "backward": 6.6}  # the first all-gathers; an
 
 
 def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
-    """The third step of a training on the steady clock, and how many blocks it has in memory."""
+    """Replay the third step of a training on the steady clock, and return how many blocks it has in memory."""
     net, order = _third_step(fully_shard, sizes)
     watch = Watch(net)
     watch.begin({}, "step 3")
     loss_of(net, *batch(sizes, 3, dist.get_rank())).backward()
     bars = replayed(order.moments)
-    over = {EXPOSED[phase]: exposed_ms(bars, phase) - most for phase, most in MOST_EXPOSED_MS.items()}
-    return {
-        UNWAITED: order.unwaited(),
-        **{name: round(max(0.0, ms), 1) for name, ms in over.items()},
+    facts: Facts = {UNWAITED: order.unwaited()}
+    for phase, most in MOST_EXPOSED_MS.items():
+        beyond = exposed_ms(bars, phase) - most
+        facts[EXPOSED[phase]] = round(max(0.0, beyond), 1)
+    return facts | {
         HELD: watch.too_many(),
         "_leaderboard": {"exposed_ms": round(exposed_ms(bars), 1)},
         "_bars": [[bar.lane, bar.name, bar.start, bar.end] for bar in bars],
@@ -400,6 +488,7 @@ def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
 
 
 def _third_step(fully_shard: FullyShard, sizes: Sizes) -> tuple[Net, Order]:
+    """Train three steps; return the net, and the order of the last step."""
     net = Net(sizes)
     sharded(net, fully_shard)
     optimizer = sgd(net.parameters())
@@ -413,7 +502,7 @@ def _third_step(fully_shard: FullyShard, sizes: Sizes) -> tuple[Net, Order]:
 
 
 def order_of(payload: dict[str, Any]) -> list[list[Any]]:
-    """The moments of the third step of a net with `payload["blocks"]` blocks, under the function in a file."""
+    """Return the moments of the third step of a net with `payload["blocks"]` blocks, under the function in a file."""
     fully_shard = load_function(Path(payload["file"]), "fully_shard")
-    net, order = _third_step(fully_shard, Sizes(blocks=payload["blocks"]))
-    return [[each.what, each.name, each.number, each.blocks] for each in order.moments]
+    _, order = _third_step(fully_shard, Sizes(blocks=payload["blocks"]))
+    return [[moment.what, moment.name, moment.number, moment.blocks] for moment in order.moments]

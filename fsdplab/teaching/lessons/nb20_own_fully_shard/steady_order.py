@@ -24,19 +24,28 @@ FORWARD_MS, BACKWARD_MS = 4.0, 8.0  # of a block; the root's embedding and head 
 MESSAGE_MS = 3.0  # of a block's all-gather or reduce-scatter
 _CALLS = {  # methods of a process group, of this torch and of others
     "all_gather": (
-        "all_gather_single", "_allgather_base", "allgather", "allgather_into_tensor_coalesced", "allgather_coalesced",
+        "all_gather_single",
+        "_allgather_base",
+        "allgather",
+        "allgather_into_tensor_coalesced",
+        "allgather_coalesced",
     ),
     "reduce_scatter": (
-        "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single",
+        "_reduce_scatter_base",
+        "reduce_scatter",
+        "reduce_scatter_tensor_coalesced",
     ),
     "all_reduce": ("allreduce", "allreduce_coalesced"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One thing that a rank did: `what` is "issue", "wait", "forward" or "backward"; `name` is the collective's kind or
-    the unit's name; of a collective also its number, and how large it is, in blocks.
+    """One thing that a rank did.
+
+    `what` is "issue", "wait", "forward" or "backward"; `name` is the collective's kind or the unit's name; of a
+    collective also its number, and how large it is, in blocks.
     """
 
     what: str
@@ -61,8 +70,10 @@ class Order(TorchDispatchMode):
     def __enter__(self) -> Order:
         for kind, names in _CALLS.items():
             for name in names:
-                if call := getattr(dist.ProcessGroup, name, None):
-                    self._until_end.enter_context(mock.patch.object(dist.ProcessGroup, name, self._noted(call, kind)))
+                call = getattr(dist.ProcessGroup, name, None)
+                if call is not None:
+                    noted = mock.patch.object(dist.ProcessGroup, name, self._noted(call, kind))
+                    self._until_end.enter_context(noted)
         super().__enter__()
         return self
 
@@ -71,19 +82,21 @@ class Order(TorchDispatchMode):
         self._until_end.close()
 
     def computed(self, phase: str, unit: str, module: nn.Module) -> None:
-        """A unit begins to compute."""
+        """Note that a unit begins to compute."""
         self.moments.append(Moment(phase, unit))
 
     def count(self, kind: str) -> int:
-        """How often a collective was called: `order.count("all_gather")`."""
+        """Return how often a collective was called: `order.count("all_gather")`."""
         return sum(moment.what == "issue" and moment.name == kind for moment in self.moments)
 
     def unwaited(self) -> list[str]:
-        """The kinds of the messages that nobody waited for, one each."""
+        """Return the kinds of the messages that nobody waited for, one each."""
         waited = {moment.number for moment in self.moments if moment.what == "wait"}
-        return [each.name for each in self.moments if each.what == "issue" and each.number not in waited]
+        return [moment.name for moment in self.moments if moment.what == "issue" and moment.number not in waited]
 
     def _noted(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """Return a method of a process group, with its calls and waits noted."""
+
         @functools.wraps(call)
         def issued(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
             number = self._issue(kind, arguments[:2])
@@ -92,23 +105,27 @@ class Order(TorchDispatchMode):
         return issued
 
     def _issue(self, kind: str, tensors: Any) -> int:
-        number, self._issued = self._issued, self._issued + 1
-        self.moments.append(Moment("issue", kind, number, max(map(_bytes_of, tensors)) / self._block_bytes))
+        """Note a message, and return its number; it is as large as the largest of its tensors."""
+        number = self._issued
+        self._issued += 1
+        nbytes = max(map(_bytes_of, tensors))
+        self.moments.append(Moment("issue", kind, number, nbytes / self._block_bytes))
         return number
 
     def _wait(self, kind: str, number: int) -> None:
+        """Note that a message was waited for."""
         self.moments.append(Moment("wait", kind, number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Functional collectives, DTensor's too, do not pass a ProcessGroup's methods."""
-        name = func.__name__.split(".")[0]
+        """Note functional collectives, DTensor's too, which do not pass a ProcessGroup's methods."""
         if func.namespace != "_c10d_functional":
             return func(*args, **(kwargs or {}))
-        begun = (
-            self._functional.pop(getattr(args[0], "elem", args[0]).data_ptr(), None) if name == "wait_tensor" else None
-        )
-        if begun:
-            self._wait(*begun)
+        name = func.__name__.split(".")[0]
+        if name == "wait_tensor":
+            tensor = getattr(args[0], "elem", args[0])
+            message = self._functional.pop(tensor.data_ptr(), None)
+            if message is not None:
+                self._wait(*message)
         made = func(*args, **(kwargs or {}))
         for kind in _CALLS:
             if name.startswith(kind):
@@ -123,16 +140,17 @@ class Waited:
         self._work, self._told = work, told
 
     def wait(self, *arguments: Any) -> Any:
-        """As the Work's own."""
+        """Wait as the Work itself does, and note it."""
         self._tell()
         return self._work.wait(*arguments)
 
     def get_future(self) -> Any:
-        """As the Work's own: whoever asks for it waits."""
+        """Return the Work's own future, and note a wait: whoever asks for it waits."""
         self._tell()
         return self._work.get_future()
 
     def _tell(self) -> None:
+        """Call the function once, at the first wait."""
         told, self._told = self._told, lambda: None
         told()
 
@@ -141,9 +159,12 @@ class Waited:
 
 
 def _bytes_of(given: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists; 0 for anything else."""
     if isinstance(given, torch.Tensor):
         return given.numel() * given.element_size()
-    return sum(map(_bytes_of, given)) if isinstance(given, (list, tuple)) else 0
+    if isinstance(given, (list, tuple)):
+        return sum(map(_bytes_of, given))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -157,43 +178,49 @@ class Bar:
 
 
 def replayed(moments: Sequence[Moment]) -> list[Bar]:
-    """The step on the steady clock; a block's message takes MESSAGE_MS, and others by their size."""
-    now = free = 0.0
+    """Return the step on the steady clock; a block's message takes MESSAGE_MS, and others by their size."""
+    now = 0.0  # of the rank
+    free = 0.0  # when the link is
     arrives: dict[int, float] = {}
     bars, phase = [], "forward"
     for moment in moments:
         if moment.what == "issue":
             start = max(now, free)
-            free = arrives[moment.number] = start + MESSAGE_MS * moment.blocks
+            free = start + MESSAGE_MS * moment.blocks
+            arrives[moment.number] = free
             bars.append(Bar("link", moment.name, start, free))
         elif moment.what == "wait":
-            if (until := arrives.get(moment.number, 0.0)) > now:
+            until = arrives.get(moment.number, 0.0)
+            if until > now:
                 bars.append(Bar("exposed", f"{moment.name} in {phase}", now, until))
                 now = until
         else:
             phase = moment.what
-            takes = (FORWARD_MS if phase == "forward" else BACKWARD_MS) / (2 if moment.name == "root" else 1)
+            takes = FORWARD_MS if phase == "forward" else BACKWARD_MS
+            if moment.name == "root":
+                takes /= 2
             bars.append(Bar("compute", f"{phase} {moment.name}", now, now + takes))
             now += takes
     return bars
 
 
 def waited_for_at_once(moments: Sequence[Moment]) -> list[Moment]:
-    """The same step with every message waited for as soon as it is issued, and none begun ahead."""
-    found: list[Moment] = []
-    ahead: dict[int, Moment] = {}
+    """Return the same step with every message waited for as soon as it is issued, and none begun ahead."""
+    at_once: list[Moment] = []
+    ahead: dict[int, Moment] = {}  # all-gathers that are issued, and not needed yet
     for moment in moments:
         if moment.what == "issue" and moment.name == "all_gather":
             ahead[moment.number] = moment
         elif moment.what == "issue":
-            found += [moment, Moment("wait", moment.name, moment.number)]
+            at_once += [moment, Moment("wait", moment.name, moment.number)]
         elif moment.what == "wait" and moment.number in ahead:
-            found += [ahead.pop(moment.number), moment]
+            at_once += [ahead.pop(moment.number), moment]
         elif moment.what != "wait":
-            found.append(moment)
-    return found
+            at_once.append(moment)
+    return at_once
 
 
 def exposed_ms(bars: Sequence[Bar], phase: str = "") -> float:
-    """What the rank waited for messages, in one phase or in both."""
-    return sum(bar.end - bar.start for bar in bars if bar.lane == "exposed" and bar.name.endswith(phase))
+    """Return what the rank waited for messages, in one phase or in both, in ms."""
+    waits = [bar for bar in bars if bar.lane == "exposed" and bar.name.endswith(phase)]
+    return sum(bar.end - bar.start for bar in waits)

@@ -43,52 +43,60 @@ BF16_FLOPS = 2 * GIGAFLOPS * 1e9  # of the steady card
 
 
 def gradient(name: str = "down") -> torch.Tensor:
-    """The gradient of a matrix of gpt-tiny's first block, measured: down [64, 256], up [256, 64], query [64, 64]."""
+    """Return the gradient of a matrix of gpt-tiny's first block, measured.
+
+    Sizes are down [64, 256], up [256, 64], query [64, 64].
+    """
     return gradients()[name]
 
 
 def pieces(matrix: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What `ranks` ranks make of a matrix if each orthogonalises its rows alone, joined again: [rows, columns]."""
+    """Return what `ranks` ranks make of a matrix if each orthogonalises its rows alone.
+
+    The parts are joined again: [rows, columns].
+    """
     return torch.cat([orthogonalised(rows).float() for rows in matrix.chunk(ranks)])
 
 
 def values(matrix: torch.Tensor) -> list[float]:
-    """The singular values of a matrix, the largest first."""
+    """Return the singular values of a matrix, the largest first."""
     return torch.linalg.svdvals(matrix.float()).tolist()
 
 
 def largest(ranks: int, matrix: str = "down") -> float:
-    """The largest singular value where `ranks` ranks orthogonalise their rows alone."""
+    """Return the largest singular value where `ranks` ranks orthogonalise their rows alone."""
     return values(pieces(gradient(matrix), ranks))[0]
 
 
 def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
-    """Singular values of a gradient, of the whole matrix after Newton-Schulz, and of the ranks' parts after it."""
+    """Draw the singular values of a gradient, of the whole matrix after Newton-Schulz, and of the ranks' parts."""
     given = gradient(matrix)
     before, whole, joined = values(given), values(orthogonalised(given)), values(pieces(given, ranks))
-    scaled = [each / before[0] for each in before]
+    scaled = [value / before[0] for value in before]
     places = list(range(1, len(before) + 1))
-    parts = "halves" if ranks == 2 else f"{ranks} parts"
     figure = go.Figure(
         [
             lines.line("the gradient, largest = 1", "#6b7380", places, scaled, dash="dot"),
             lines.line("the whole matrix", "#0064c8", places, whole),
         ]
     )
+    title = f"The whole matrix orthogonalised: singular values {whole[0]:.2f} to {whole[-1]:.2f}"
+    alt = (
+        f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
+        f" After Newton-Schulz those of the whole matrix lie between {whole[-1]:.2f} and {whole[0]:.2f}."
+    )
     if ranks > 1:
+        parts = "halves" if ranks == 2 else f"{ranks} parts"
         figure.add_trace(lines.line(f"{parts}, each alone", "#e01f3d", places, joined, dash="dash"))
+        title = f"Orthogonalised in {parts}: singular values {joined[0]:.2f} to {joined[-1]:.3f}"
+        alt = (
+            f"{alt} Where each of {ranks} ranks orthogonalises its rows alone, those of the joined matrix fall from"
+            f" {joined[0]:.2f} to {joined[-1]:.3f}."
+        )
     figure.update_xaxes(title_text="singular values, the largest first")
     figure.update_yaxes(title_text="value", range=[0, 1.08 * max(1.2, *joined)])
     rows, columns = given.shape
-    title = f"The whole matrix orthogonalised: singular values {whole[0]:.2f} to {whole[-1]:.2f}"
-    if ranks > 1:
-        title = f"Orthogonalised in {parts}: singular values {joined[0]:.2f} to {joined[-1]:.3f}"
     subtitle = f"Measured: a gradient [{rows}, {columns}] of gpt-tiny, five iterations in bfloat16"
-    alt = f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
-    alt += f" After Newton-Schulz those of the whole matrix lie between {whole[-1]:.2f} and {whole[0]:.2f}."
-    if ranks > 1:
-        alt += f" Where each of {ranks} ranks orthogonalises its rows alone, those of the joined matrix fall from"
-        alt += f" {joined[0]:.2f} to {joined[-1]:.3f}."
     return titled(figure, title, subtitle, alt, 340)
 
 
@@ -104,7 +112,7 @@ _KINDS = {
 
 
 def exchange_cells(ranks: int = 3) -> Iterator[HeldCell]:
-    """What each rank holds of as many matrices as there are ranks, moment by moment; rank r owns matrix r."""
+    """Yield what each rank holds of as many matrices as there are ranks, moment by moment; rank r owns matrix r."""
     for rank, matrix in product(range(ranks), repeat=2):
         row = f"rank {rank}: matrix {'ABCDEFGH'[matrix]}"
         yield HeldCell(row, 0, "rows of the momentum", f"part {rank}")
@@ -115,16 +123,23 @@ def exchange_cells(ranks: int = 3) -> Iterator[HeldCell]:
 
 
 def exchange_diagram(ranks: int = 3) -> go.Figure:
-    """The four moments of a step with owners, with a play button."""
+    """Draw the four moments of a step with owners, with a play button."""
     cells = list(exchange_cells(ranks))
-    return cells_in_time(
-        cells, list(dict.fromkeys(cell.row for cell in cells)), MOMENTS, _KINDS,
-        "Each matrix is whole once, on its owner",
-        f"Drawn from the rule, nothing was run: {ranks} ranks, {ranks} matrices, rank 0 owns A, rank 1 B, and so on",
+    rows = list(dict.fromkeys(cell.row for cell in cells))
+    alt = (
         f"Which parts of {ranks} matrices each of {ranks} ranks holds. First every rank has its rows of the momentum of"
         " each matrix. After an all-to-all each rank has all parts of the matrix that it owns, and of no other. It"
-        " computes that matrix's update. After an all-to-all back every rank has its rows of every update.",
-    )  # fmt: skip
+        " computes that matrix's update. After an all-to-all back every rank has its rows of every update."
+    )
+    return cells_in_time(
+        cells,
+        rows,
+        MOMENTS,
+        _KINDS,
+        "Each matrix is whole once, on its owner",
+        f"Drawn from the rule, nothing was run: {ranks} ranks, {ranks} matrices, rank 0 owns A, rank 1 B, and so on",
+        alt,
+    )
 
 
 # ---- three ways, counted
@@ -132,8 +147,10 @@ def exchange_diagram(ranks: int = 3) -> go.Figure:
 
 @dataclass(frozen=True)
 class Way:
-    """What a step of Muon takes of the busiest rank: FLOPs, bytes that it sends for the optimizer, and bytes that all
-    other collectives of the step send in addition, as padding.
+    """What a step of Muon takes of the busiest rank.
+
+    `flops` are computed, `sent` are the bytes that it sends for the optimizer, and `padding` the bytes that all other
+    collectives of the step send in addition.
     """
 
     name: str
@@ -142,12 +159,13 @@ class Way:
     padding: float = 0.0
 
     def seconds(self, link: str) -> tuple[float, float]:
-        """(computing, on the link) on the steady card."""
-        return self.flops / BF16_FLOPS, (self.sent + self.padding) / parse_link(link).bytes_per_s
+        """Return the seconds on the steady card: (computing, on the link)."""
+        nbytes = self.sent + self.padding
+        return self.flops / BF16_FLOPS, nbytes / parse_link(link).bytes_per_s
 
 
 def ways(model: str, ranks: int) -> list[Way]:
-    """All-gather everywhere, an owner a matrix, and whole matrices a rank, for the matrices of a model's blocks.
+    """Return all-gather everywhere, an owner a matrix, and whole matrices a rank, for the matrices of a model's blocks.
 
     Whole matrices a rank: nothing travels for the optimizer, but the blocks' shares are unequal, and two all-gathers
     and a reduce-scatter send as much from each rank as from the fullest: 3 (n - 1) (max - L / n) elements of fp32 for a
@@ -155,50 +173,61 @@ def ways(model: str, ranks: int) -> list[Way]:
     """
     shape = shape_of(model)
     block = matrices_of(shape.block)
-    elements = shape.layers * sum(map(math.prod, block))
+    block_elements = sum(map(math.prod, block))
+    elements = shape.layers * block_elements
+    gather_everywhere = Way(
+        "all-gather everywhere",
+        shape.layers * sum(map(newton_schulz_flops, block)),
+        SENT * elements * (ranks - 1) / ranks,
+    )
+
     owners = OwnersStep.of(shape, ranks, whole=False)
-    everywhere = shape.layers * sum(map(newton_schulz_flops, block))
-    uneven = max(_shares(block, ranks, math.prod)) - sum(map(math.prod, block)) / ranks
+    owner_each = Way("an owner a matrix", owners.flops, float(sum(row.step_bytes for row in owners.traffic())))
+
+    uneven = max(_shares(block, ranks, math.prod)) - block_elements / ranks
     padding = 3 * 4 * shape.layers * (ranks - 1) * uneven
     # of the busiest rank, where each block's shares go to the ranks in turn, so that all blocks together balance
     shares = _shares(block, ranks, newton_schulz_flops)
-    flops = max(sum(shares[(rank + layer) % ranks] for layer in range(shape.layers)) for rank in range(ranks))
-    return [
-        Way("all-gather everywhere", everywhere, SENT * elements * (ranks - 1) / ranks),
-        Way("an owner a matrix", owners.flops, float(sum(row.step_bytes for row in owners.traffic()))),
-        Way("whole matrices a rank", flops, 0.0, padding),
-    ]
+    flops = []
+    for rank in range(ranks):
+        flops.append(sum(shares[(rank + layer) % ranks] for layer in range(shape.layers)))
+    whole_matrices = Way("whole matrices a rank", max(flops), 0.0, padding)
+    return [gather_everywhere, owner_each, whole_matrices]
 
 
 def _shares(block: Sequence[tuple[int, int]], ranks: int, cost: Callable[[tuple[int, int]], float]) -> list[float]:
-    """What each rank has of a block's whole matrices: the largest first, each to the rank that has least."""
+    """Return what each rank has of a block's whole matrices: the largest first, each to the rank that has least."""
     load = [0.0] * ranks
-    for each in sorted(block, key=cost, reverse=True):
-        load[load.index(min(load))] += cost(each)
+    for shape in sorted(block, key=cost, reverse=True):
+        least = load.index(min(load))
+        load[least] += cost(shape)
     return load
 
 
 def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
-    """The three ways as bars: seconds of computing and on the link, in a step on the steady card."""
-    found = ways(model, ranks)
-    split = [way.seconds(link) for way in found]
+    """Draw the three ways as bars: seconds of computing and on the link, in a step on the steady card."""
+    computing, on_link, totals, ends, bars = [], [], {}, {}, []
+    for way in ways(model, ranks):
+        computing_s, link_s = way.seconds(link)
+        total_s = computing_s + link_s
+        totals[way.name] = total_s
+        computing.append(1e3 * computing_s)
+        on_link.append(1e3 * link_s)
+
+        nbytes = size(int(way.sent + way.padding))
+        work = f"{way.flops / 1e9:,.0f} GFLOP, {nbytes}"
+        ends[way.name] = f"<b>{seconds(total_s)}</b> · {work}"
+        bars.append(f"{way.name} {seconds(computing_s)} of computing and {seconds(link_s)} on the link")
     parts = [
-        Part("Newton-Schulz", STEP_COLOURS["compute only"], [1e3 * computing for computing, _ in split]),
-        Part("on the link", COLLECTIVE_COLOURS["all_gather in backward"], [1e3 * linked for _, linked in split]),
+        Part("Newton-Schulz", STEP_COLOURS["compute only"], computing),
+        Part("on the link", COLLECTIVE_COLOURS["all_gather in backward"], on_link),
     ]
-    ends = {
-        way.name: f"<b>{seconds(sum(both))}</b> · {way.flops / 1e9:,.0f} GFLOP, {size(int(way.sent + way.padding))}"
-        for way, both in zip(found, split)
-    }
     axis = "a rank's optimizer step, nothing overlapped (ms)"
     figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
-    best = min(range(len(found)), key=lambda place: sum(split[place]))
-    title = f"{model} on {ranks} ranks: {found[best].name} takes {seconds(sum(split[best]))}, the least"
+    best = min(totals, key=lambda name: totals[name])
+    title = f"{model} on {ranks} ranks: {best} takes {seconds(totals[best])}, the least"
     subtitle = f"Computed for the steady card ({BF16_FLOPS / 1e9:.0f} GFLOP/s in bf16), a link of {link}"
-    said = "; ".join(
-        f"{way.name} {seconds(c)} of computing and {seconds(on)} on the link" for way, (c, on) in zip(found, split)
-    )
-    return titled(figure, title, subtitle, f"Stacked bars: {said}.", height=230)
+    return titled(figure, title, subtitle, f"Stacked bars: {'; '.join(bars)}.", height=230)
 
 
 # ---- collectives of a step
@@ -206,16 +235,19 @@ def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
 
 @doing("one step of torch.optim.Muon on the shards of two ranks")
 def counted() -> dict[str, dict[str, int]]:
-    """Collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices, sharded by PyTorch."""
+    """Count the collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices.
+
+    The matrices are sharded by PyTorch.
+    """
     return dict(LessonRanks(__file__)("collectives_of_a_step", 2)[0])
 
 
 def collectives(found: dict[str, dict[str, int]]) -> Table:
-    """What a step sends, PyTorch's own optimizer beside owners."""
-    rows = [
-        [name, sum(kinds.values()), ", ".join(f"{count} {kind}s" for kind, count in kinds.items())]
-        for name, kinds in found.items()
-    ]
+    """Return what a step sends, PyTorch's own optimizer beside owners."""
+    rows = []
+    for name, kinds in found.items():
+        listed = ", ".join(f"{count} {kind}s" for kind, count in kinds.items())
+        rows.append([name, sum(kinds.values()), listed])
     caption = "Counted on 2 ranks: one step of Muon on the 12 matrices of gpt-tiny, sharded by PyTorch's fully_shard."
     return table(["", "collectives", "of which"], rows, caption)
 
@@ -224,56 +256,65 @@ def collectives(found: dict[str, dict[str, int]]) -> Table:
 
 
 def beside(runs: Sequence[RunRecord]) -> Table:
-    """Predicted and measured of each run: optimizer state, peak, bytes sent in a step."""
+    """Return predicted and measured of each run: optimizer state, peak, bytes sent in a step."""
     rows = []
     for record in runs:
         spec, summary = spec_of(record), record.summary
         assert spec is not None, "a run of this notebook can run here"
-        said, peak = predict(spec), summary.peak_memory_bytes
-        assert said.by_category is not None, "the runs of this notebook are predicted"
-        pairs = [
-            (said.by_category["optimizer_state"], peak.split["optimizer_state"]),
-            (known(said.peak_bytes), known(peak.total)),
-            (known(said.bytes_per_step), known(summary.comm.bytes_per_step)),
+        predicted, peak = predict(spec), summary.peak_memory_bytes
+        assert predicted.by_category is not None, "the runs of this notebook are predicted"
+        nbytes = [
+            predicted.by_category["optimizer_state"],
+            peak.split["optimizer_state"],
+            known(predicted.peak_bytes),
+            known(peak.total),
+            known(predicted.bytes_per_step),
+            known(summary.comm.bytes_per_step),
         ]
-        rows.append([spec.optimizer, *(f"{nbytes / 1e3:.0f}" for pair in pairs for nbytes in pair)])
-    both = (f"{what}, {how}" for what in ("state kB", "peak kB", "kB sent") for how in ("predicted", "measured"))
-    return table(
-        ["optimizer", *both], rows, "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run."
-    )
+        rows.append([spec.optimizer, *(f"{value / 1e3:.0f}" for value in nbytes)])
+    header = ["optimizer"]
+    for what in ("state kB", "peak kB", "kB sent"):
+        header += [f"{what}, predicted", f"{what}, measured"]
+    caption = "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run."
+    return table(header, rows, caption)
 
 
 def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
-    """Steps of simulated runs as bars: forward and backward, exposed communication, and the optimizer."""
-    split = {}
+    """Draw steps of simulated runs as bars: forward and backward, exposed communication, and the optimizer."""
+    computing, exposed, optimizer, ends, bars = [], [], [], {}, []
     for record in runs:
-        step, own = known(record.summary.step_time_s.median), optimizer_s(record)
-        exposed = known(record.summary.comm.exposed_s) - _optimizer(record)[1]
-        tokens = record.spec["batch_size"] * record.spec["sequence_length"]
-        split[f"{record.spec['optimizer']}, {tokens:,} tokens a rank"] = (step - own - exposed, exposed, own)
-    colours = (STEP_COLOURS["compute only"], STEP_COLOURS["exposed"], LANE_COLOURS["optimizer"])
-    names = ("forward and backward", "exposed communication", "optimizer")
-    lengths = ([1e3 * length for length in part] for part in zip(*split.values()))
-    parts = [Part(*part) for part in zip(names, colours, lengths)]
-    ends = {name: f"<b>{seconds(sum(each))}</b>, optimizer {each[2] / sum(each):.1%}" for name, each in split.items()}
+        spec = record.spec
+        step_time = known(record.summary.step_time_s.median)
+        optimizer_time, exchange = _optimizer(record)
+        exposed_time = known(record.summary.comm.exposed_s) - exchange  # the exchange is the optimizer's
+        computing.append(1e3 * (step_time - optimizer_time - exposed_time))
+        exposed.append(1e3 * exposed_time)
+        optimizer.append(1e3 * optimizer_time)
+
+        tokens = spec["batch_size"] * spec["sequence_length"]
+        name = f"{spec['optimizer']}, {tokens:,} tokens a rank"
+        share = optimizer_time / step_time
+        ends[name] = f"<b>{seconds(step_time)}</b>, optimizer {share:.1%}"
+        bars.append(f"{name} {seconds(step_time)}, of which {seconds(optimizer_time)} the optimizer")
+        title = f"{name}: the optimizer takes {share:.0%} of the step"  # of the last run
+    parts = [
+        Part("forward and backward", STEP_COLOURS["compute only"], computing),
+        Part("exposed communication", STEP_COLOURS["exposed"], exposed),
+        Part("optimizer", LANE_COLOURS["optimizer"], optimizer),
+    ]
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", lambda ms: seconds(ms / 1e3))
-    last = list(split)[-1]
-    title = f"{last}: the optimizer takes {split[last][2] / sum(split[last]):.0%} of the step"
-    spec = runs[0].spec
-    subtitle = f"Simulated on the steady card for {spec['world_size']} ranks; the link is emulated ({spec['link']})"
-    said = "; ".join(
-        f"{name} {seconds(sum(each))}, of which {seconds(each[2])} the optimizer" for name, each in split.items()
-    )
-    return titled(figure, title, subtitle, f"Stacked bars of steps: {said}.", height=110 + 40 * len(split))
+    job = runs[0].spec
+    subtitle = f"Simulated on the steady card for {job['world_size']} ranks; the link is emulated ({job['link']})"
+    return titled(figure, title, subtitle, f"Stacked bars of steps: {'; '.join(bars)}.", height=110 + 40 * len(ends))
 
 
 def optimizer_s(record: RunRecord) -> float:
-    """Seconds of the optimizer in a simulated step, its exchange included."""
+    """Return the seconds of the optimizer in a simulated step, its exchange included."""
     return _optimizer(record)[0]
 
 
 def _optimizer(record: RunRecord) -> tuple[float, float]:
-    """Seconds of the optimizer in a simulated step, and of these its exposed exchange."""
+    """Return the seconds of the optimizer in a simulated step, and of these its exposed exchange."""
     profile = record.summary.profile
     assert profile is not None, "a simulated step has a profile"
     return known(profile.optimizer_s), known(profile.exchange_s)

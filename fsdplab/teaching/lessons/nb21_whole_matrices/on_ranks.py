@@ -25,32 +25,37 @@ _KINDS = {
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` [rows, columns] as torch's own Newton-Schulz leaves it, in bfloat16: singular values near 1."""
+    """Return `matrix` [rows, columns] as torch's own Newton-Schulz leaves it, in bfloat16: singular values near 1."""
     return _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, EPSILON)
 
 
 @lru_cache(maxsize=2)
 def gradients(model: str = "gpt-tiny", seed: int = 0) -> dict[str, torch.Tensor]:
-    """The gradients of the first block's matrices by name, of one batch of tokens drawn at random."""
+    """Return the gradients of the first block's matrices by name, of one batch of tokens drawn at random."""
     gpt = build_model(model, seed=seed)
     tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(seed))
     loss_of(gpt, tokens[:, :-1], tokens[:, 1:]).backward()
-    named = gpt.blocks[0].named_parameters()
-    return {name.split(".")[-2]: p.grad for name, p in named if p.ndim == 2 and p.grad is not None}
+    by_name = {}
+    for name, parameter in gpt.blocks[0].named_parameters():
+        if parameter.ndim == 2 and parameter.grad is not None:
+            by_name[name.split(".")[-2]] = parameter.grad  # "query" of "attention.query.weight"
+    return by_name
 
 
 def collectives_of_a_step(payload: object) -> dict[str, dict[str, int]]:
-    """Collectives by kind of one step of Muon, all matrices of gpt-tiny on PyTorch's `fully_shard`: torch.optim.Muon as
-    it is, and with owners.
+    """Return the collectives by kind of one step of Muon, all matrices of gpt-tiny on PyTorch's `fully_shard`.
+
+    One step is torch.optim.Muon's as it is, and one with owners.
     """
-    found = {}
+    by_optimizer = {}
     for name in ("torch.optim.Muon", "owners"):
         gpt = build_model("gpt-tiny", seed=0)
         for block in gpt.blocks:
             fully_shard(block)
         fully_shard(gpt)
-        matrices = [p for p in gpt.blocks.parameters() if p.ndim == 2]
-        optimizer = Muon(matrices) if name == "torch.optim.Muon" else whole_matrices(Muon(matrices))
+        optimizer = Muon([parameter for parameter in gpt.blocks.parameters() if parameter.ndim == 2])
+        if name == "owners":
+            optimizer = whole_matrices(optimizer)
         tokens = torch.full((1, 17), dist.get_rank())
         loss_of(gpt, tokens[:, :-1], tokens[:, 1:]).backward()
         counts: Counter[str] = Counter()
@@ -58,5 +63,5 @@ def collectives_of_a_step(payload: object) -> dict[str, dict[str, int]]:
             optimizer.step()
         for operation, count in log.get_comm_counts().items():
             counts[_KINDS[str(operation).rpartition(".")[2]]] += count
-        found[name] = dict(counts)
-    return found
+        by_optimizer[name] = dict(counts)
+    return by_optimizer

@@ -54,6 +54,20 @@ form.addEventListener("submit", event => event.preventDefault());
 form.addEventListener("input", event => { readable(event.target); toAddress(); showSoon(); });
 window.addEventListener("hashchange", () => { say(fromAddress()); showSoon(); });
 window.addEventListener("resize", showSoon);
+// A remedy is a choice of all controls; those that are folded are shown.
+byId("remedies").addEventListener("click", event => {
+  const button = event.target.closest(".remedy");
+  if (!button || !answered) return;
+  for (const [name, value] of Object.entries(JSON.parse(button.dataset.choice))) {
+    const input = byId(name);
+    if (valueOf(input) === value) continue;
+    choose(input, value);
+    readable(input);
+    if (input.closest("details")) input.closest("details").open = true;
+  }
+  toAddress();
+  showSoon();
+});
 byId("reset").onclick = () => { history.replaceState(null, "", "#"); fromAddress(); showSoon(); };
 for (const button of document.querySelectorAll(".copy")) button.onclick = async () => {
   const words = button.textContent;

@@ -12,4 +12,4 @@ CLAIMS: tuple[Claim, ...] = (*memory.CLAIMS, *traffic.CLAIMS, *speed.CLAIMS, *pr
 
 def claim_of(number: str) -> Claim:
     """The claim of a number; KeyError for an unknown one."""
-    return next(each for each in CLAIMS if each.id == number)
+    return next(claim for claim in CLAIMS if claim.id == number)

@@ -40,25 +40,29 @@ class Subject(list[Claim]):
     """The statements of a subject, in the order in which the notebook asks them."""
 
     def claim(self, number: str, origin: str, seen_in: str) -> Callable[[Find], Find]:
-        """A decorator that adds the statement in a function's docstring, which the function judges."""
+        """Return a decorator that adds the statement in a function's docstring, which the function judges."""
 
         def add(find: Find) -> Find:
-            self.append(Claim(number, " ".join((find.__doc__ or "").split()), origin, seen_in, find))
+            statement = " ".join((find.__doc__ or "").split())
+            self.append(Claim(number, statement, origin, seen_in, find))
             return find
 
         return add
 
 
 def confirmed_if(holds: bool, text: str) -> Finding:
-    """Confirmed where the figures hold, refuted where they do not."""
+    """Return confirmed where the figures hold, refuted where they do not."""
     return Finding(CONFIRMED if holds else REFUTED, text)
 
 
 def conditional_if(holds: bool, text: str) -> Finding:
-    """True under the conditions that the sentence names, where the figures show that they decide; else refuted."""
+    """Return that a statement holds under conditions, where the figures show that they decide; else refuted.
+
+    The text names the conditions.
+    """
     return Finding(CONDITIONAL if holds else REFUTED, text)
 
 
 def in_mb(nbytes: float) -> str:
-    """`0.56 MB`: of the small runs, which hold less than 10 MB."""
+    """Return `0.56 MB`: of the small runs, which hold less than 10 MB."""
     return f"{nbytes / 1e6:.2f} MB"

@@ -18,14 +18,13 @@ def _(measured: Measured) -> Finding:
     """The whole model as one unit loses the memory saving; a unit for every linear layer wastes time on tiny
     collectives.
     """
-    told = measured["units"]
-    peaks = {units: sum(each["peak"].values()) for units, each in told.items()}
-    counts = {units: sum(each["collectives"].values()) for units, each in told.items()}
-    listed = ", ".join(
-        f"{units} {peaks[units] / 1e6:.0f} MB and {counts[units]} collectives a step"
-        for units in ("model", "auto", "linear")
-    )
-    text = f"gpt-20m on 2 ranks by units: {listed} (auto: each block)"
+    peaks, counts, listed = {}, {}, []
+    for units in ("model", "auto", "linear"):
+        run = measured["units"][units]
+        peaks[units] = sum(run["peak"].values())
+        counts[units] = sum(run["collectives"].values())
+        listed.append(f"{units} {peaks[units] / 1e6:.0f} MB and {counts[units]} collectives a step")
+    text = f"gpt-20m on 2 ranks by units: {', '.join(listed)} (auto: each block)"
     return confirmed_if(peaks["model"] > 1.1 * peaks["auto"] and counts["linear"] > 3 * counts["auto"], text)
 
 
@@ -45,20 +44,24 @@ def _(measured: Measured) -> Finding:
 def _(measured: Measured) -> Finding:
     """FSDP composes with tensor and pipeline parallelism."""
     drifts = measured["composed"]
-    listed = ", ".join(f"with {what} {f'{drift:.0e}' if drift else 'equal'}" for what, drift in drifts.items())
-    text = f"farthest parameter from the unsharded twin's, on 4 ranks: {listed}"
+    listed = []
+    for what, drift in drifts.items():
+        distance = f"{drift:.0e}" if drift else "equal"
+        listed.append(f"with {what} {distance}")
+    text = f"farthest parameter from the unsharded twin's, on 4 ranks: {', '.join(listed)}"
     return confirmed_if(max(drifts.values()) < 1e-4, text)
 
 
 @CLAIMS.claim("C28", "measured", "17_to_fully_shard")
 def _(measured: Measured) -> Finding:
     """`--fsdp "full_shard auto_wrap" --gradient_accumulation_steps 8` is all that users of Trainer need."""
-    ours, torchs = measured["finetune"]["lab"], measured["finetune"]["torch"]
-    equal = ours == torchs
+    lab, torchs = measured["finetune"]["lab"], measured["finetune"]["torch"]
+    equal = lab == torchs
+    losses = "the same losses" if equal else "other losses"
     text = (
-        f"docs/examples/finetune.py takes these flags: {len(ours)} steps with LoRA have"
-        f" {'the same losses' if equal else 'other losses'} on this engine and on PyTorch's. Transformers 5 calls the"
-        " text after --fsdp deprecated: `--fsdp True` and a file for --fsdp_config take its place"
+        f"docs/examples/finetune.py takes these flags: {len(lab)} steps with LoRA have {losses} on this engine and on"
+        " PyTorch's. Transformers 5 calls the text after --fsdp deprecated: `--fsdp True` and a file for --fsdp_config"
+        " take its place"
     )
     return conditional_if(equal, text)
 
@@ -67,10 +70,10 @@ def _(measured: Measured) -> Finding:
 def _(measured: Measured) -> Finding:
     """Larger systems offload to NVMe and shard experts."""
     drive, experts = measured["drive"], measured["composed"]["experts"]
+    bits = "equal bits" if drive["equal"] else "other bits"
     text = (
         f"two steps of gpt-tiny with {drive['bytes'] / 1e6:.2f} MB of slices and optimizer state of a rank in files end"
-        f" with {'equal' if drive['equal'] else 'other'} bits; experts sharded over ranks end {experts:.0e} from the"
-        " twin"
+        f" with {bits}; experts sharded over ranks end {experts:.0e} from the twin"
     )
     return confirmed_if(drive["equal"] and experts < 1e-4, text)
 
@@ -79,23 +82,22 @@ def _(measured: Measured) -> Finding:
 def _(measured: Measured) -> Finding:
     """Not all custom layers are compatible with FSDP."""
     layers = measured["layers"]
-    text = (
-        "; ".join(f"{name}: {what}" for name, what in layers.items())
-        + ". A parameter must be read in the forward of its own unit"
-    )
-    return conditional_if(
-        "are the twin's" in layers["tied weights"] and "refused" in layers["a weight read outside"], text
-    )
+    listed = "; ".join(f"{name}: {what}" for name, what in layers.items())
+    text = f"{listed}. A parameter must be read in the forward of its own unit"
+    ties_work = "are the twin's" in layers["tied weights"]
+    outside_is_refused = "refused" in layers["a weight read outside"]
+    return conditional_if(ties_work and outside_is_refused, text)
 
 
 @CLAIMS.claim("C33", "measured", "14_failures")
 def _(measured: Measured) -> Finding:
     """Debugging is harder than under DDP."""
-    told = json.loads((shared_folder("data") / "failures-14" / "torchrun.json").read_text(encoding="utf-8"))["faults"]
-    silent = [name for name, row in told.items() if row["exit"] == 0]
+    path = shared_folder("data") / "failures-14" / "torchrun.json"
+    faults = json.loads(path.read_text(encoding="utf-8"))["faults"]
+    silent = [name for name, row in faults.items() if row["exit"] == 0]
     text = (
-        f"{len(silent)} of {len(told)} faults in a sharded job end with exit code 0 under torchrun"
+        f"{len(silent)} of {len(faults)} faults in a sharded job end with exit code 0 under torchrun"
         f" ({', '.join(silent)}). Units that are not waited for or not resharded are sharding's own; the others are as"
         " silent under DDP"
     )
-    return conditional_if(0 < len(silent) < len(told), text)
+    return conditional_if(0 < len(silent) < len(faults), text)

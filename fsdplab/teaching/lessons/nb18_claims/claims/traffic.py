@@ -14,21 +14,19 @@ CLAIMS = Subject()
 @CLAIMS.claim("C6", "measured and computed", "06_a_whole_model")
 def _(measured: Measured) -> Finding:
     """FSDP communicates 1.3 to 1.5 times as much as DDP: two more all-gathers."""
-    told = measured["strategies"]
-    small = told["full_shard"]["bytes"] / told["no_shard"]["bytes"]
+    runs = measured["strategies"]
+    small = runs["full_shard"]["bytes"] / runs["no_shard"]["bytes"]
 
-    def factor(of_full: tuple[str, str], of_ddp: tuple[str, str]) -> float:
-        full, ddp = (
-            plan("llama-3.1-8b", "h100", gpus=8, strategy=name, param_dtype=param, reduce_dtype=reduce)
-            for name, (param, reduce) in (("full_shard", of_full), ("no_shard", of_ddp))
-        )
-        return sum(bytes_by_axis(full.traffic).values()) / sum(bytes_by_axis(ddp.traffic).values())
+    def planned_bytes(strategy: str, param_dtype: str, reduce_dtype: str) -> float:
+        dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        planned = plan("llama-3.1-8b", "h100", gpus=8, strategy=strategy, **dtypes)
+        return sum(bytes_by_axis(planned.traffic).values())
 
-    one, usual, low = (
-        factor(("fp32", "fp32"), ("fp32", "fp32")),
-        factor(("bf16", "fp32"), ("fp32", "fp32")),
-        factor(("bf16", "fp32"), ("bf16", "bf16")),
-    )
+    ddp_in_fp32 = planned_bytes("no_shard", "fp32", "fp32")
+    one = planned_bytes("full_shard", "fp32", "fp32") / ddp_in_fp32
+    mixed = planned_bytes("full_shard", "bf16", "fp32")
+    usual = mixed / ddp_in_fp32
+    low = mixed / planned_bytes("no_shard", "bf16", "bf16")
     text = (
         f"{small:.2f} times for gpt-tiny, whose root is gathered once (measured); for Llama 3.1 8B {one:.2f} with one"
         f" dtype, {usual:.2f} with bf16 gathers beside DDP in fp32, {low:.2f} beside DDP in bf16. An all-reduce is a"
@@ -40,7 +38,7 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C8", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
     """FSDP reduces the communication by exchanging only what is needed."""
-    full, ddp = (measured["strategies"][name]["bytes"] for name in ("full_shard", "no_shard"))
+    full, ddp = measured["strategies"]["full_shard"]["bytes"], measured["strategies"]["no_shard"]["bytes"]
     return confirmed_if(full < ddp, f"a rank sends {in_mb(full)} a step under full sharding and {in_mb(ddp)} under DDP")
 
 
@@ -55,8 +53,11 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C10", "measured", "08_reading_a_trace")
 def _(measured: Measured) -> Finding:
     """The backward pass gathers gradients."""
-    issued = measured["strategies"]["full_shard"]["collectives"]
-    backward = {name.removeprefix("backward "): count for name, count in issued.items() if name.startswith("backward")}
+    backward = {}
+    for name, count in measured["strategies"]["full_shard"]["collectives"].items():
+        phase, kind = name.split()
+        if phase == "backward":
+            backward[kind] = count
     text = (
         f"it gathers parameters ({backward['all_gather']} all_gathers) and reduces gradients"
         f" ({backward['reduce_scatter']} reduce_scatters): no rank ever has the sum of all gradients"
@@ -67,34 +68,35 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C13", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
     """NO_SHARD is DDP."""
-    ours, torchs = measured["strategies"]["no_shard"], measured["torch_ddp"]
-    apart = max(abs(a - b) for a, b in zip(ours["losses"], torchs["losses"], strict=True))
+    lab, torchs = measured["strategies"]["no_shard"], measured["torch_ddp"]
+    apart = max(abs(a - b) for a, b in zip(lab["losses"], torchs["losses"], strict=True))
+    nbytes = lab["bytes"]
     text = (
-        f"beside torch's DDP: losses of {len(ours['losses'])} steps differ by at most {apart:.1g}, and each rank sends"
-        f" {in_mb(ours['bytes'])}, torch's {in_mb(torchs['bytes'] or ours['bytes'])}"
+        f"beside torch's DDP: losses of {len(lab['losses'])} steps differ by at most {apart:.1g}, and each rank sends"
+        f" {in_mb(nbytes)}, torch's {in_mb(torchs['bytes'] or nbytes)}"
     )
-    return confirmed_if(apart < 1e-5 and torchs["bytes"] in (None, ours["bytes"]), text)
+    return confirmed_if(apart < 1e-5 and torchs["bytes"] in (None, nbytes), text)
 
 
 @CLAIMS.claim("C14", "computed", "12_hybrid_and_slow_links")
 def _(measured: Measured) -> Finding:
     """HYBRID_SHARD keeps the heavy all-gathers on fast links, and only all-reduces between nodes."""
-    full, hybrid = (
-        bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy=name).traffic)
-        for name in ("full_shard", "hybrid_shard")
-    )
+    full = bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy="full_shard").traffic)
+    hybrid = bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy="hybrid_shard").traffic)
+    over_all, between, inside = sum(full.values()), hybrid["replicate"], hybrid["shard"]
     text = (
-        f"Llama 3.1 8B on 8 nodes of 8: between nodes a rank sends {size(hybrid['replicate'])} a step instead of"
-        f" {size(sum(full.values()))}; {size(hybrid['shard'])} stay inside its node"
+        f"Llama 3.1 8B on 8 nodes of 8: between nodes a rank sends {size(between)} a step instead of"
+        f" {size(over_all)}; {size(inside)} stay inside its node"
     )
-    return confirmed_if(hybrid["replicate"] < 0.5 * sum(full.values()) and hybrid["shard"] > hybrid["replicate"], text)
+    return confirmed_if(between < 0.5 * over_all and inside > between, text)
 
 
 @CLAIMS.claim("C26", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
     """Gradient accumulation changes what each strategy costs."""
-    once = {name: told["bytes"] for name, told in measured["strategies"].items()}
-    factors = {name: nbytes / once[name] for name, nbytes in measured["micro_batches"].items()}
+    factors = {}
+    for name, nbytes in measured["micro_batches"].items():
+        factors[name] = nbytes / measured["strategies"][name]["bytes"]
     listed = ", ".join(f"{name} {factor:.1f}" for name, factor in factors.items())
     text = f"bytes of a step of 8 micro-batches over those of one: {listed} (by default)"
     return confirmed_if(max(factors.values()) > 2 * min(factors.values()), text)
@@ -112,9 +114,9 @@ def _(measured: Measured) -> Finding:
 
 
 def _kinds(issued: dict[str, int]) -> dict[str, int]:
-    """Collectives of a step by kind, whatever their phase."""
-    found: dict[str, int] = {}
+    """Return the collectives of a step by kind, whatever their phase: `{"backward all_gather": 2}` is 2 all_gathers."""
+    by_kind: dict[str, int] = {}
     for name, count in issued.items():
         kind = name.split()[1]
-        found[kind] = found.get(kind, 0) + count
-    return found
+        by_kind[kind] = by_kind.get(kind, 0) + count
+    return by_kind

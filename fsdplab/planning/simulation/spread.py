@@ -1,0 +1,109 @@
+"""Spreads the seconds by which collectives slow compute down over the compute that they run beside.
+
+A plan knows these seconds for the passes as a whole (`step_time.slowed_s`), so a rank computes them behind its last
+reduction. In the log they belong where compute and collectives go on at once: all of that takes longer by one factor,
+what follows moves, and the step, its compute and what is exposed stay as long as they were. Collectives take as long
+as before: one that begins beside compute begins later in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from fsdplab.planning.program import SLOWED
+
+from .ranks import Collective, RankLog, Span
+
+Interval = tuple[float, float]
+
+
+def spread_slowed(log: RankLog) -> RankLog:
+    """Return the log of ranks that are all alike, its slowed compute where it is slowed."""
+    slowed = [span for span in log.computed if span.kind == SLOWED]
+    if not slowed:
+        return log
+    (behind,) = slowed
+    passes = [span for span in log.computed if span.end <= behind.start]
+    computing = joined((span.start, span.end) for span in passes)
+    sending = joined((each.begun or 0.0, each.ended or 0.0) for each in log.collectives)
+    beside = both(computing, sending) or computing
+    moved = _longer_by(behind, beside)
+    return replace(
+        log,
+        computed=[_span(span, moved) for span in log.computed if span is not behind],
+        waited=[_span(span, moved) for span in log.waited],
+        collectives=[_collective(each, moved, computing) for each in log.collectives],
+        life=[(unit, state, phase, moved(time)) for unit, state, phase, time in log.life],
+        passed=[moved(time) for time in log.passed],
+    )
+
+
+def _longer_by(behind: Span, beside: Sequence[Interval]) -> Callable[[float], float]:
+    """The new time of an old one: later by the part of the slowed compute that has gone on by then."""
+    starts = [start for start, _ in beside]
+    before = [0.0, *accumulate(end - start for start, end in beside)]
+    factor = (behind.end - behind.start) / before[-1]
+
+    def moved(time: float) -> float:
+        if time >= behind.end:
+            return time  # it came behind the slowed compute already
+        place = bisect_right(starts, time)
+        gone = before[place]
+        if place and time < beside[place - 1][1]:
+            gone -= beside[place - 1][1] - time
+        return time + factor * gone
+
+    return moved
+
+
+def _span(span: Span, moved: Callable[[float], float]) -> Span:
+    return replace(span, start=moved(span.start), end=moved(span.end))
+
+
+def _collective(each: Collective, moved: Callable[[float], float], computing: Sequence[Interval]) -> Collective:
+    """A collective at its new times, no longer than before where compute leaves it room to begin later."""
+    assert each.begun is not None and each.ended is not None, "a step that is over has no collective under way"
+    ended = moved(each.ended)
+    computes_until = next((end for start, end in computing if start <= each.begun < end), each.begun)
+    begun = max(moved(each.begun), min(ended - (each.ended - each.begun), moved(computes_until)))
+    issued = {rank: moved(time) for rank, time in each.issued.items()}
+    # its turn comes when it begins, unless it waited for a peer
+    started = {rank: begun if time == each.begun else moved(time) for rank, time in each.started.items()}
+    return replace(each, issued=issued, started=started, begun=begun, ended=ended)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals, in order and apart.
+
+    >>> joined([(2.0, 3.0), (0.0, 1.0), (2.5, 4.0), (1.0, 1.0)])
+    [(0.0, 1.0), (2.0, 4.0)]
+    """
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def both(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of two unions of intervals.
+
+    >>> both([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)])
+    [(1.0, 2.0), (3.0, 4.0)]
+    """
+    found: list[Interval] = []
+    at = there = 0
+    while at < len(one) and there < len(other):
+        start, end = max(one[at][0], other[there][0]), min(one[at][1], other[there][1])
+        if end > start:
+            found.append((start, end))
+        if one[at][1] < other[there][1]:
+            at += 1
+        else:
+            there += 1
+    return found

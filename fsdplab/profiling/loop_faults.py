@@ -1,0 +1,447 @@
+"""Faults of a job's own loop: what it does in a step besides training, how it trains, and how its optimizer is set up.
+
+Each is counted where it happens (recording/activities.py, traces/host_reads.py), or read once (recording/observed.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from operator import itemgetter
+
+from fsdplab.common.rows import grouped
+from fsdplab.common.sizes import percent, seconds, size
+from fsdplab.common.words import plural
+from fsdplab.profiling.rules import Fact, fault_rule
+from fsdplab.profiling.step_facts import Activity, StepFacts, Unclaimed, ahead, beside, by_rank
+
+REGULAR = 0.5  # part of the steps from which on something is done in each step
+MANY = 8  # calls, collectives or parameters below which nothing is called many
+SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
+NORMS_OF_CLIPPING = 2  # single norms that a call of clip_grad_norm_ takes: of the list of norms, and of sharded ones
+MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many, and two a micro-batch
+SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
+MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
+NEARLY_ALL = 0.75  # part of the steps in which it has
+LOADING = 0.1  # part of a step that the loader may take
+ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
+DROPPED = 0.2  # part of a step's nodes of graphs, and of their time, that no backward uses: then a forward is dropped
+GROWING = 0.9  # part of the steps in which memory grows
+GROWN = 0.02  # part of the peak by which it has grown in all
+GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatters
+
+
+def micro_batches(facts: StepFacts) -> int:
+    """How often backward runs in a step."""
+    found = facts.activities.get("backward")
+    return max(1, round(found.count / max(found.regular, 0.01))) if found else 1
+
+
+def is_state(gathered: Activity) -> bool:
+    """Whether the DTensors that a step gathers are a model's, and not a norm or a loss."""
+    return gathered.count >= MANY or gathered.nbytes > SMALL_BYTES
+
+
+def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact | None]:
+    """Claims activities of the loop that most steps have."""
+
+    def claims(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+        found = {name: each for name in names if (each := facts.activities.get(name)) and each.regular > REGULAR}
+        if "full_tensor" in found and not is_state(found["full_tensor"]):
+            del found["full_tensor"]
+        if not found:
+            return None
+        longest = max(found, key=lambda name: found[name].seconds)
+        total = sum(each.seconds for each in found.values())
+        calls = ", ".join(
+            f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
+        )
+        values: dict[str, object] = {
+            "calls": calls,
+            "took": seconds(total),
+            "of_both": percent(total / (total + facts.step_s)),
+        }
+        times = max(1, round(sum(each.count for each in found.values())))
+        values["times"] = "once" if times == 1 else f"{times} times"
+        return Fact(kind, total, "step", rank=found[longest].rank, values=values)
+
+    return claims
+
+
+_CALLED = {
+    "state_dict": "state_dict",
+    "full_tensor": "full_tensor",
+    "saving": "torch.save",
+    "evaluation": "eval",
+    "garbage_collection": "gc.collect",
+    "deep copy": "copy.deepcopy",
+    "cache emptied": "torch.cuda.empty_cache",
+    "loader begun": "iter(loader)",
+    "clipped again": "clip_grad_norm_",
+}
+
+
+def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Numbers read out of tensors, but for losses that the recording reads, what a trainer checks of each loss, and
+    DDP's map of what was used.
+    """
+    found = facts.activities.get("read")
+    if found is None or found.regular <= REGULAR:
+        return None
+    times = micro_batches(facts)
+    own = times if facts.spec.get("job") and facts.record.environment.get("device") == "cpu" else 0
+    if facts.spec.get("trainer") == "Trainer":
+        own += times
+    if facts.observed.get("find_unused_parameters"):
+        own += times * (facts.observed.get("parameters") or 0)
+    count = round(found.count / found.regular) - own
+    if count < (MANY_READS if times == 1 else max(MANY_READS - 1, times)):
+        return None
+    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": count})
+
+
+def _read_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Tensors whose numbers the host reads all, as for histograms."""
+    found = facts.activities.get("to numpy")
+    if found is None or found.regular <= REGULAR or found.count < MANY:
+        return None
+    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": round(found.count)})
+
+
+def _clipped_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Gradients are clipped one parameter after the other."""
+    return _one_by_one(kind, facts, "clipping")
+
+
+def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Norms are taken one parameter after the other, besides those of a call that clips all gradients together."""
+    if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
+        return None
+    clipping = facts.activities.get("clipping")
+    return _one_by_one(kind, facts, "norm", besides=NORMS_OF_CLIPPING * clipping.count if clipping else 0.0)
+
+
+def _one_by_one(kind: str, facts: StepFacts, name: str, besides: float = 0.0) -> Fact | None:
+    """An activity that is done for at least half of the parameters."""
+    found, parameters = facts.activities.get(name), facts.observed.get("parameters") or 0
+    if found is None or found.regular <= REGULAR:
+        return None
+    count = found.count - besides
+    if count < max(MANY, 0.5 * parameters):
+        return None
+    values = {"count": round(count), "parameters": parameters}
+    return Fact(kind, found.seconds, "step", rank=found.rank, values=values)
+
+
+def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Operators build a graph of which no backward is called, as a validation loss does without torch.no_grad."""
+    dropped, nodes = facts.activities.get("dropped graph"), facts.activities.get("graph")
+    if dropped is None or nodes is None or dropped.regular <= REGULAR:
+        return None
+    if dropped.count < max(MANY, DROPPED * nodes.count) or dropped.seconds < DROPPED * nodes.seconds:
+        return None
+    values = {"count": round(dropped.count), "nodes": round(nodes.count)}
+    return Fact(kind, dropped.seconds, "step", rank=dropped.rank, values=values)
+
+
+def _idle_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """The optimizer steps again although no backward was called since its last step."""
+    found = facts.activities.get("backward")
+    if found is None or found.regular > NEARLY_ALL or found.regular * MANY < 1:
+        return None
+    cost = facts.optimizer.seconds if facts.optimizer is not None else 0.0
+    times = round(1 / found.regular)
+    return Fact(kind, cost, "step", values={"times": times, "without": percent(1 - found.regular)})
+
+
+def _in_eval_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """The model is set to evaluate while it trains, and has layers to which that matters."""
+    layers = facts.observed.get("asleep")
+    if not layers:
+        return None
+    listed = " and ".join(f"{name} ({count})" for name, count in layers.items())
+    return Fact(kind, 0.0, "step", values={"layers": listed})
+
+
+def _anomaly_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    return Fact(kind, 0.0, "step") if facts.observed.get("anomaly_mode") else None
+
+
+def _double_precision(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    return Fact(kind, 0.0, "step") if facts.spec.get("precision") == "fp64" and facts.spec.get("job") else None
+
+
+def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A rank holds more memory after each step than after the one before; steps that are profiled hold the profile."""
+    last = max(facts.steps, default=0)
+    after = [row for row in facts.record.table("activities") if row["name"] == "resident" and row["step"] > last]
+    peak = facts.record.summary.peak_memory_bytes.total or 0
+    for rank, rows in grouped(after, itemgetter("rank")).items():
+        held = [row["nbytes"] for row in sorted(rows, key=itemgetter("step"))]
+        more = [later - earlier for earlier, later in pairwise(held)]
+        if len(more) < MANY or sum(each > 0 for each in more) < GROWING * len(more):
+            continue
+        if held[-1] - held[0] < max(GROWN_BYTES, GROWN * peak):
+            continue
+        values = {"more": size(statistics.median(more)), "first": size(held[0]), "last": size(held[-1])}
+        return Fact(kind, 0.0, "memory", rank=rank, values={**values, "steps": len(more)})
+    return None
+
+
+def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    parameters, found = facts.observed.get("parameters") or 0, facts.optimizer
+    if not facts.observed.get("optimizer_loops") or parameters < MANY or found is None:
+        return None
+    if found.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
+        return None
+    values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
+    return Fact(kind, found.seconds, "step", values=values)
+
+
+def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """More threads than cores compute side by side."""
+    names = ("threads", "cores", "ranks_of_a_node")
+    threads, cores, ranks = (int(facts.observed.get(name) or 0) for name in names)
+    if facts.record.environment.get("device") != "cpu" or threads < 2 or 2 * threads * ranks <= 3 * cores:
+        return None
+    values = {
+        "threads": threads,
+        "ranks": ranks,
+        "cores": plural(cores, "core"),
+        "fewer": max(1, cores // max(1, ranks)),
+    }
+    return Fact(kind, 0.0, "machine", values=values)
+
+
+def _recomputed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Activations are recomputed, and memory is not short."""
+    found, memory = facts.activities.get("recomputed"), _device_memory(facts)
+    peak = facts.record.summary.peak_memory_bytes.total
+    if found is None or found.regular <= REGULAR or not memory or not peak or peak > ENOUGH_MEMORY * memory:
+        return None
+    values = {"count": round(found.count), "peak": size(peak), "memory": size(memory)}
+    return Fact(kind, found.seconds, "step", values=values)
+
+
+def _device_memory(facts: StepFacts) -> float | None:
+    """Bytes of memory that a rank may use."""
+    gpus = facts.record.environment.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        return float(gpus[0].get("memory_bytes") or 0) or None
+    whole = (facts.record.environment.get("cpu") or {}).get("memory_bytes")
+    return whole / max(1, facts.observed.get("ranks_of_a_node") or 1) if whole else None
+
+
+def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Gradients of the step before are there when the first backward of a step begins."""
+    kept, peak = facts.observed.get("kept_gradient_bytes"), facts.record.summary.peak_memory_bytes.total
+    if not kept or not peak or kept < 0.01 * peak:
+        return None
+    return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
+
+
+def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A rank of CPUs that uses more CPU time than the others in nearly all steps; waiting for others uses none."""
+    means = by_rank(facts.cpu_s)
+    if len(means) < 2 or facts.record.environment.get("device") != "cpu":
+        return None
+    rank = max(means, key=means.__getitem__)
+    own, others = beside(facts.cpu_s, rank)
+    steps = {step for of, step in facts.cpu_s if of == rank}
+    more = [ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps]
+    if own < MORE_WORK * others or sum(more) < NEARLY_ALL * len(more) or len(more) < MANY:
+        return None
+    cost = left.claim("waiting_ns", at_most=own - others).seconds
+    values = {"own": seconds(own), "others": seconds(others), "times": f"{own / others:.1f}"}
+    return Fact(kind, cost, rank=rank, values=values)
+
+
+def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Every rank waits for its data in most of the steps; waiting for a core is no part of it."""
+    found = facts.activities.get("loading")
+    if found is None or found.regular <= REGULAR or found.seconds < LOADING * facts.step_s:
+        return None
+    return Fact(kind, min(found.seconds, facts.step_s), "step")
+
+
+LOOP_FAULTS = (
+    fault_rule(
+        "loader_begun",
+        _done_each_step("loader begun"),
+        "A data loader is begun {times} in each step, which takes {took} before the first batch is loaded",
+        "iter(loader) makes a new sampler, and new workers where it has some.",
+        "Begin it once: batches = iter(loader) before the loop and next(batches) in it, or for batch in loader;"
+        " persistent_workers=True keeps the workers from one epoch to the next.",
+    ),
+    fault_rule(
+        "slow_loading",
+        _loading,
+        "Loading data takes {seconds} of a step of {step_s} ({share})",
+        "Nothing computes meanwhile: the loop waits for its next batch.",
+        "Load while the step computes. {loader}",
+        unless=["slow_loading", "loader_begun"],
+    ),
+    fault_rule(
+        "more_work",
+        _more_work,
+        "Rank {rank} works {times} times as much as the others: {own} of CPU time a step, the others {others}",
+        "The others wait for it at their next collective, which costs no CPU time.",
+        "Look at rank {rank}'s data (more or longer samples than the others'), and at what else it does in a step:"
+        " files, logging, preparing batches.",
+        unless=["slow_rank", "late_rank", "slow_loading"],
+    ),
+    fault_rule(
+        "evaluation",
+        _done_each_step("evaluation"),
+        "An evaluation in each step takes {took}, beside {step_s} of training ({of_both} of both)",
+        "The model is set to evaluate, and to train again, in most of the steps.",
+        "{evaluate_less}",
+    ),
+    fault_rule(
+        "state_dict",
+        _done_each_step("saving", "state_dict", "full_tensor"),
+        "The model's state is gathered or saved in each step: {calls}, {took} of each step",
+        "A state dict of sharded parameters that is asked for as a whole gathers all of them.",
+        "{save_less}",
+    ),
+    fault_rule(
+        "garbage_collection",
+        _done_each_step("garbage_collection"),
+        "Python's garbage collector runs {times} in each step, for {took}",
+        "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
+        "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
+        " what stays anyway.",
+    ),
+    fault_rule(
+        "deep_copy",
+        _done_each_step("deep copy"),
+        "The whole model is copied {times} in each step (copy.deepcopy), which takes {took}",
+        "A copy allocates everything anew, hooks and buffers too.",
+        "Keep one copy, and average into it in place: torch.optim.swa_utils.AveragedModel, or torch._foreach_lerp_ of"
+        " both lists of parameters under torch.no_grad().",
+        unless=["state_dict"],
+    ),
+    fault_rule(
+        "emptied_cache",
+        _done_each_step("cache emptied"),
+        "torch.cuda.empty_cache is called {times} in each step, for {took}",
+        "It waits for the device, and gives memory back that the next step has to ask the driver for again.",
+        "Take it out of the loop: memory that is freed is used again without it.",
+    ),
+    fault_rule(
+        "dropped_graph",
+        _dropped_graph,
+        "Operators build a graph that no backward uses: {count} of the {nodes} nodes of a step, {seconds} ({share})",
+        "Such a forward keeps all its activations, and computes as much as one that is trained.",
+        "Put with torch.no_grad() around what is not trained (a validation loss, metrics, an average of the weights),"
+        " and compute it every hundredth step.",
+        unless=["evaluation"],
+    ),
+    fault_rule(
+        "idle_steps",
+        _idle_steps,
+        "The optimizer steps {times} times for each backward: {without} of its steps have no new gradients",
+        "A step without a backward applies the gradients of the step before again, or none.",
+        "Call optimizer.step() once, after the last backward of a step.",
+    ),
+    fault_rule(
+        "in_eval_mode",
+        _in_eval_mode,
+        "The model is trained in eval mode: its layers {layers} work as in an evaluation",
+        "model.eval() was called, and no model.train() after it: Dropout drops nothing, BatchNorm keeps its means.",
+        "Call model.train() before the loop, and after each evaluation.",
+    ),
+    fault_rule(
+        "anomaly_mode",
+        _anomaly_mode,
+        "Autograd's anomaly detection is on in each step",
+        "Every operator of the backward is checked for NaN, and every operator of the forward notes its stack.",
+        "torch.autograd.set_detect_anomaly(True) only while you look for the origin of a NaN.",
+    ),
+    fault_rule(
+        "double_precision",
+        _double_precision,
+        "Parameters are fp64: memory, messages and products are twice those of fp32",
+        "Few cards compute fp64 at more than a fraction of their rate of fp32.",
+        "model.float(), and inputs of torch.float32: arrays of NumPy are fp64 unless they are told otherwise.",
+    ),
+    fault_rule(
+        "growing",
+        _grows,
+        "Memory grows in each step, by {more}: rank {rank} holds {first}, and {last} {steps} steps later",
+        "Something keeps the tensors of every step.",
+        "Add up loss.detach() (or loss.item()) and not the loss, which keeps its whole graph; look for lists and"
+        " dicts to which tensors, or samples, are added.",
+    ),
+    fault_rule(
+        "clipped_apart",
+        _clipped_apart,
+        "Gradients are clipped one parameter after the other: {count} norms a step of {parameters} parameters",
+        "Each norm of a sharded gradient is a collective of its own, and the clipped step is not the usual one: the"
+        " norm is meant of all gradients together.",
+        "Once for all: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).",
+    ),
+    fault_rule(
+        "clipped_again",
+        _done_each_step("clipped again"),
+        "Gradients whose norm was taken already are clipped again in each step ({times}, {took})",
+        "Each call goes over all gradients, and between ranks that shard them it is a collective.",
+        "Once a step: clip_grad_norm_ returns the norm, which can be logged.",
+        unless=["clipped_apart"],
+    ),
+    fault_rule(
+        "norms_apart",
+        _norms_apart,
+        "Norms are taken one parameter after the other: {count} a step of {parameters} parameters",
+        "Each is an operator (or several) of its own, and of a sharded tensor a collective.",
+        "Take them every hundredth step, and all at once: torch.nn.utils.get_total_norm, or torch._foreach_norm.",
+        unless=["clipped_apart"],
+    ),
+    fault_rule(
+        "read_whole",
+        _read_whole,
+        "The host reads {count} tensors whole in each step (.numpy(), .tolist()), as histograms do",
+        "Each read waits until all that was queued on the device is done, and copies the tensor.",
+        "Take statistics of tensors every hundredth step, and on the device (torch.histc, quantile, norms).",
+        unless=["evaluation", "state_dict"],
+    ),
+    fault_rule(
+        "reads",
+        _reads,
+        "The host reads {count} numbers out of tensors in each step (.item(), bool(), print)",
+        "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",
+        "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
+        " every hundredth step.",
+        unless=["evaluation", "state_dict", "anomaly_mode"],
+    ),
+    fault_rule(
+        "looping_optimizer",
+        _looping_optimizer,
+        "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
+        "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
+        "torch.optim.{optimizer}(..., fused=True), or foreach=True.",
+    ),
+    fault_rule(
+        "recomputed",
+        _recomputed,
+        "Activations are recomputed ({count} blocks a step, {seconds}), although memory is not short: the peak is"
+        " {peak} of {memory}",
+        "Recomputation pays with time for memory.",
+        "{recompute_less}",
+    ),
+    fault_rule(
+        "threads",
+        _too_many_threads,
+        "{ranks} ranks with {threads} threads each compute on {cores}: threads wait for each other's cores",
+        "Threads that compute side by side are as slow as the one that has no core.",
+        "Fewer threads: OMP_NUM_THREADS={fewer}, or torch.set_num_threads({fewer}) in each rank.",
+    ),
+    fault_rule(
+        "kept_gradients",
+        _kept_gradients,
+        "Gradients of the step before are kept through the forward: {kept} of a peak of {peak} ({part})",
+        "They are there when the first backward begins, although it does not add to them.",
+        "optimizer.zero_grad(set_to_none=True), the default, right after the optimizer's step.",
+    ),
+)

@@ -1,0 +1,69 @@
+"""The module of the model in which work began, from the ranges that the profiler writes with `with_stack=True`.
+
+A forward's work is in the range of its module (`nn.Module: Block_3`). A backward's is in none: its node of the graph
+has the number of the operator that built it, and belongs to that operator's module. Modules are told at the outermost
+depth at which there are several: the blocks of a model, and not the wrapper around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdplab.profiling.traces.events import Events, Kind, Range
+from fsdplab.profiling.traces.segments import nests
+
+
+class Modules:
+    """Finds the module at instants of threads; "" where the trace has none."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._around = nests(events.modules)
+        numbers = dict(events.sequence.tolist())
+        backward = [row for row in numbers if events.kind[row] == Kind.AUTOGRAD]
+        self._nodes = nests(self._node(row, numbers[row]) for row in backward)
+        self._forward: dict[str, int] = {}
+        for row, number in numbers.items():
+            if events.kind[row] == Kind.OPERATOR:
+                self._forward.setdefault(str(number), row)
+        self._depth = self._depth_of_several() if events.modules else 0
+
+    def _node(self, row: int, number: int) -> Range:
+        events = self._events
+        return Range(str(number), "", int(events.start[row]), int(events.end[row]), int(events.thread[row]))
+
+    def _depth_of_several(self) -> int:
+        """The outermost depth at which several modules ran."""
+        names: list[set[str]] = []
+        for module in self._events.modules:
+            depth = len(self._path(module.start, module.thread)) - 1
+            while len(names) <= depth:
+                names.append(set())
+            names[depth].add(module.label)
+        return next((depth for depth, labels in enumerate(names) if len(labels) > 1), 0)
+
+    def _path(self, instant: int, thread: int) -> list[str]:
+        """The modules around an instant, outermost first."""
+        nest = self._around.get(thread)
+        return [] if nest is None else [module.label for module in reversed(nest.around(instant))]
+
+    def at(self, instants: np.ndarray, threads: np.ndarray) -> list[str]:
+        """The module of work that began at each instant on each thread."""
+        if not self._events.modules:
+            return [""] * len(instants)
+        return [self._at(instant, thread) for instant, thread in zip(instants.tolist(), threads.tolist())]
+
+    def _at(self, instant: int, thread: int) -> str:
+        path = self._path(instant, thread) or self._path_of_forward(instant, thread)
+        return path[min(self._depth, len(path) - 1)] if path else ""
+
+    def _path_of_forward(self, instant: int, thread: int) -> Sequence[str]:
+        """Of a backward, the modules of the operator that built its node."""
+        nest = self._nodes.get(thread)
+        for node in [] if nest is None else nest.around(instant):
+            row = self._forward.get(node.label)
+            if row is not None:
+                return self._path(int(self._events.start[row]), int(self._events.thread[row]))
+        return []
