@@ -125,6 +125,8 @@ def test_the_change_that_gains_most_fits_the_card() -> None:
         "Most valuable change to full_shard: twice the batch: 40 % more tokens/s (simulated), 310 MB instead of 232 MB"
         " (predicted)."
     )
+    unmeasured = replace(twice, peak_memory_bytes=Peak())
+    assert change_words([replace(run, summary=unmeasured)]).endswith("(simulated), 310 MB (predicted).")
     assert change_words([run]) == change_words([]) == ""
 
 

@@ -1,4 +1,4 @@
-"""Save what a training has besides its model and optimizer: schedulers, positions in the data, averages, random states.
+"""Saves what a training has besides model and optimizer: schedulers, positions in the data, averages, random states.
 
 An object takes part if it has `state_dict` and `load_state_dict` (torch's `Stateful`), or is a dict. Its tensors are
 saved as tensors, sharded ones by all ranks. The rest is one entry of plain values, and keeps its structure: the file
@@ -31,7 +31,7 @@ Extra = Mapping[str, Any]
 
 
 class PerRank:
-    """An object whose state differs between ranks, as a data loader's may: every rank gets its own state back.
+    """Wraps an object whose state differs between ranks, as a data loader's may: every rank gets its own state back.
 
     On another number of ranks `on_other_ranks(states)` is called with the states of all ranks; without it, raises
     `ValueError`.
@@ -41,12 +41,14 @@ class PerRank:
         self.holder, self.on_other_ranks = holder, on_other_ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks; all ranks must call it."""
+        """Return the states of all ranks; all ranks must call it."""
         return {"ranks": _of_all_ranks(_state_of("PerRank", self.holder))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give this rank's part to the object."""
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = 0, 1
+        if dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
         if len(state["ranks"]) == ranks:
             _give_state(self.holder, state["ranks"][rank])
         elif self.on_other_ranks is not None:
@@ -59,10 +61,10 @@ class PerRank:
 
 
 class RandomState:
-    """The random number generators of this rank: torch's on the CPU and the current GPU, and Python's."""
+    """Saves the random number generators of this rank: torch's on the CPU and the current GPU, and Python's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as plain values."""
+        """Return the states as plain values."""
         state = {"python": random.getstate(), "cpu": bytes(torch.get_rng_state().tolist())}
         if torch.cuda.is_available():
             state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
@@ -77,8 +79,8 @@ class RandomState:
 
 
 def random_states() -> PerRank:
-    """The generators of all ranks. Other ranks than those that saved are seeded anew, each from the saved states and
-    its own number, so that no random numbers come twice.
+    """Save the generators of all ranks. Other ranks than those that saved are seeded anew, each from the saved states
+    and its own number, so that no random numbers come twice.
     """
 
     def seed_anew(states: list[Any]) -> None:
@@ -95,20 +97,22 @@ def random_states() -> PerRank:
 
 
 def entries_of(extra: Extra) -> dict[str, Any]:
-    """What is saved of the objects: {"ema": ema} -> {"ema": {"plain": b"...", "tensors": {"weight": tensor}}}.
+    """Return what is saved of the objects: {"ema": ema} -> {"ema": {"plain": b"...", "tensors": {"weight": tensor}}}.
 
     ValueError where reading would run code, or where ranks hold different values, of which one would win.
     """
-    entries, plain = {}, {}
+    entries, digests = {}, {}
     for name, holder in extra.items():
         if "." in name:
             raise ValueError(f"the extra state {name!r} has a dot in its name; give it a name without one")
         tensors: dict[str, torch.Tensor] = {}
-        plain[name] = _without_tensors(_state_of(name, holder), "", tensors)
-        entries[name] = {"plain": as_plain_bytes(f"the extra state {name!r}", plain[name]), "tensors": tensors}
-    digests = _of_all_ranks({name: hashlib.sha256(repr(value).encode()).digest() for name, value in plain.items()})
-    for name in sorted({name for by_name in digests for name in by_name}):
-        if any(by_name.get(name) != digests[0].get(name) for by_name in digests):
+        plain = _without_tensors(_state_of(name, holder), "", tensors)
+        entries[name] = {"plain": as_plain_bytes(f"the extra state {name!r}", plain), "tensors": tensors}
+        digests[name] = hashlib.sha256(repr(plain).encode()).digest()
+    by_rank = _of_all_ranks(digests)
+    names: set[str] = set().union(*by_rank)
+    for name in sorted(names):
+        if any(of_rank.get(name) != by_rank[0].get(name) for of_rank in by_rank):
             raise ValueError(
                 f"the extra state {name!r} differs between ranks, and only one of them would be saved; wrap the object"
                 " in PerRank"
@@ -117,13 +121,17 @@ def entries_of(extra: Extra) -> dict[str, Any]:
 
 
 def names_in(metadata: Metadata) -> set[str]:
-    """The extra states of a checkpoint."""
-    names = (name for name in metadata.state_dict_metadata if name.startswith(EXTRA))
-    return {name.removeprefix(EXTRA).partition(".")[0] for name in names}
+    """Return the names of the extra states of a checkpoint."""
+    names = set()
+    for entry in metadata.state_dict_metadata:
+        if entry.startswith(EXTRA):
+            name, _, _ = entry.removeprefix(EXTRA).partition(".")
+            names.add(name)
+    return names
 
 
 def plain_value(folder: Any, name: str, content: Any) -> Any:
-    """The plain values of one extra state, from its entry; CheckpointDamaged where it is none."""
+    """Read the plain values of one extra state from its entry; CheckpointDamaged where it is none."""
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
@@ -134,20 +142,21 @@ def plain_value(folder: Any, name: str, content: Any) -> Any:
 
 
 def tensors_to_load(name: str, holder: Any, plain: Any, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Memory for the saved tensors of one extra state, by path; the object's own, maybe sharded, where they fit.
+    """Return memory for the saved tensors of one extra state, by path; the object's own, maybe sharded, where they fit.
 
     ValueError for a sharded tensor where the object has none: nothing tells how it is to be sharded.
     """
     if isinstance(holder, torch.optim.Optimizer) and not holder.state:
         make_states(holder, parameters_of(holder))
-    own: dict[str, torch.Tensor] = {}
-    _without_tensors(_state_of(name, holder), "", own)
-    prefix, tensors = f"{EXTRA}{name}.tensors.", {}
+    of_holder: dict[str, torch.Tensor] = {}
+    _without_tensors(_state_of(name, holder), "", of_holder)
+    tensors = {}
+    prefix = f"{EXTRA}{name}.tensors."
     for entry, about in metadata.state_dict_metadata.items():
         if not entry.startswith(prefix) or not isinstance(about, TensorStorageMetadata):
             continue
         path = entry.removeprefix(prefix)
-        tensor = own.get(path)
+        tensor = of_holder.get(path)
         if tensor is None or (tensor.shape, tensor.dtype) != (about.size, about.properties.dtype):
             if path in _sharded_in(plain):
                 raise ValueError(
@@ -165,7 +174,7 @@ def give(holder: Any, plain: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def as_plain_bytes(what: str, value: Any) -> bytes:
-    """A value as bytes; ValueError unless it can be read back without running code."""
+    """Return a value as bytes; ValueError unless it can be read back without running code."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     try:
@@ -199,34 +208,43 @@ def _give_state(holder: Any, state: Any) -> None:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A copy of a value in which tensors are replaced by marks; puts the tensors into `tensors`."""
+    """Copy a value, with marks in the places of tensors; put the tensors into `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
-        return _SHARDED if isinstance(value, DTensor) else _TENSOR, path
+        mark = _SHARDED if isinstance(value, DTensor) else _TENSOR
+        return mark, path
     if isinstance(value, Mapping):
-        return {key: _without_tensors(each, f"{path}.{key}".lstrip("."), tensors) for key, each in value.items()}
+        return {key: _without_tensors(part, f"{path}.{key}".lstrip("."), tensors) for key, part in value.items()}
     if type(value) in (list, tuple):
-        parts = [_without_tensors(each, f"{path}.{at}".lstrip("."), tensors) for at, each in enumerate(value)]
+        parts = [_without_tensors(part, f"{path}.{at}".lstrip("."), tensors) for at, part in enumerate(value)]
         return type(value)(parts)
     return value
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Copy a value, with tensors in the places of marks."""
     if _is_mark(value):
         return tensors[value[1]]
     if isinstance(value, dict):
-        return {key: _with_tensors(each, tensors) for key, each in value.items()}
+        return {key: _with_tensors(part, tensors) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, tensors) for each in value)
+        return type(value)(_with_tensors(part, tensors) for part in value)
     return value
 
 
 def _sharded_in(value: Any) -> set[str]:
-    """The paths of the sharded tensors in a value."""
+    """Return the paths of the sharded tensors in a value."""
     if _is_mark(value):
-        return {value[1]} if value[0] == _SHARDED else set()
-    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
-    return set().union(*map(_sharded_in, parts))
+        mark, path = value
+        return {path} if mark == _SHARDED else set()
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if type(value) not in (list, tuple):
+        return set()
+    paths: set[str] = set()
+    for part in value:
+        paths |= _sharded_in(part)
+    return paths
 
 
 def _is_mark(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, believed only as far as they have been checked.
+"""Reads checkpoint files and verifies their checksums before any value is used.
 
 A checkpoint comes from another machine, another day, perhaps another person. Reading one runs no code that it holds:
 PyTorch's own reader unpickles the metadata and all that is no tensor without limits. A manifest with the size and the
@@ -51,18 +51,20 @@ class CheckpointDamaged(ValueError):
 
 
 def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank hashes the files that it wrote; rank 0 writes the manifest. All ranks of `group` (default: all) must
-    call it; raises `OSError` on all of them if it fails on one.
+    """Hash the files that this rank wrote; rank 0 writes the manifest. All ranks of `group` (default: all) must call
+    it; raises `OSError` on all of them if it fails on one.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def written() -> dict[str, dict[str, Any]]:
-        own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-        own += [folder / ".metadata"] if rank == 0 else []
-        return {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own}
+        paths = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+        if rank == 0:
+            paths.append(folder / ".metadata")
+        return {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in paths}
 
-    parts = on_each_rank(written, group)
-    files = {name: entry for part in parts for name, entry in sorted(part.items())}
+    files: dict[str, dict[str, Any]] = {}
+    for of_rank in on_each_rank(written, group):
+        files.update(sorted(of_rank.items()))
     text = json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
 
     def write() -> None:
@@ -74,7 +76,7 @@ def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None
 
 
 def check_manifest(folder: Path, required: bool) -> Files | None:
-    """The files of the manifest; CheckpointDamaged, on all ranks, unless each of them is as it was saved.
+    """Return the files of the manifest; CheckpointDamaged, on all ranks, unless each of them is as it was saved.
 
     Each rank checks its share. Without a manifest nothing can be checked: a warning and None, or CheckpointDamaged if
     it is `required`.
@@ -99,25 +101,20 @@ def check_manifest(folder: Path, required: bool) -> Files | None:
 
 
 def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None:
-    """CheckpointDamaged, on all ranks, unless every entry of the metadata lies in the folder and can be read without
-    running code; each rank checks its share.
+    """Raise CheckpointDamaged, on all ranks, unless every entry of the metadata lies in the folder and can be read
+    without running code; each rank checks its share.
 
     Where `files` of a manifest have been checked, it names them all, and their tensors need no reading.
     """
     reach = _reach(metadata)
     _refuse(folder, [partial(_out_of_reach, folder, name, end, files) for name, end in reach.items()])
+    tensors, values = [], []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            values.append(MetadataIndex(name))
+        elif files is None and isinstance(entry, TensorStorageMetadata):
+            tensors += [MetadataIndex(name, chunk.offsets, number) for number, chunk in enumerate(entry.chunks)]
     places = metadata.storage_data
-    tensors = [
-        MetadataIndex(name, chunk.offsets, number)
-        for name, entry in metadata.state_dict_metadata.items()
-        if files is None and isinstance(entry, TensorStorageMetadata)
-        for number, chunk in enumerate(entry.chunks)
-    ]
-    values = [
-        MetadataIndex(name)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata)
-    ]
     _refuse(folder, [partial(_harm, folder, index, places.get(index), metadata) for index in tensors + values])
 
 
@@ -131,30 +128,37 @@ def to_disk(path: Path) -> None:
 
 
 def on_all_ranks(read: Callable[[], T]) -> T:
-    """What `read` returns on this rank; CheckpointDamaged on all ranks if it raises that on one."""
-    mine: list[T] = []
-    on_each_rank(lambda: mine.append(read()))
-    return mine[0]
+    """Return what `read` returns on this rank; CheckpointDamaged on all ranks if it raises that on one."""
+    results: list[T] = []
+    on_each_rank(lambda: results.append(read()))
+    return results[0]
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `action` returns on each rank of `group`; an error of one (of the kinds that this package raises) is raised
-    on all.
+    """Return what `action` returns on each rank of `group`; an error of one (of the kinds that this package raises) is
+    raised on all.
     """
     try:
-        mine: tuple[Any, Exception | None] = action(), None
+        outcome: tuple[Any, Exception | None] = action(), None
     except (OSError, ValueError, RuntimeError) as error:
-        mine = None, error
-    ends = _gathered(mine, group)
-    if failures := [error for _, error in ends if error is not None]:
-        raise failures[0]
-    return [value for value, _ in ends]
+        outcome = None, error
+    outcomes = _gathered(outcome, group)
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in outcomes]
 
 
 def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    wrong = [reason for check in checks[rank::ranks] if (reason := check()) is not None]
-    if reasons := [reason for part in _gathered(wrong) for reason in part]:
+    """Raise CheckpointDamaged on all ranks if one of the checks gives a reason; each rank does its share of them."""
+    rank, ranks = 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = [check() for check in checks[rank::ranks]]
+    reasons: list[str] = []
+    for of_rank in _gathered([reason for reason in results if reason is not None]):
+        reasons += of_rank
+    if reasons:
         raise CheckpointDamaged(
             f"the checkpoint in {folder} is damaged: {reasons[0]} ({len(reasons)} of {len(checks)} are); copy it again"
             " from where it was saved, or load an earlier one"
@@ -162,7 +166,7 @@ def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
 
 
 def _manifest(folder: Path) -> Files | None:
-    """File name -> size and checksum; None where there is no manifest."""
+    """Read the manifest: file name -> size and checksum; None where there is none."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +174,9 @@ def _manifest(folder: Path) -> Files | None:
         return None
     except (OSError, ValueError, RecursionError) as error:  # nested too deep
         raise CheckpointDamaged(f"{path} cannot be read ({error}); copy the checkpoint again") from error
-    files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None
+    files = None
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        files = content.get("files")
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise CheckpointDamaged(f"{path} is no {FORMAT!r}; copy the checkpoint again")
     if ".metadata" not in files:
@@ -188,49 +194,60 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _reach(metadata: Metadata) -> dict[str, int]:
-    """File -> the bytes that the entries of the metadata reach into it."""
+    """Return by file how many bytes the entries of the metadata reach into it."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        end = place.offset + place.length
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
     return ends
 
 
 def _out_of_reach(folder: Path, name: str, end: int, files: Files | None) -> str | None:
-    """Why the entries in a file cannot be read, before it is opened."""
-    if (path := _inside(folder, name)) is None:
+    """Say why the entries in a file cannot be read, before it is opened; None where they can."""
+    path = _inside(folder, name)
+    if path is None:
         return f"it names {name!r}, which lies elsewhere"
     if files is not None and name not in files:
         return f"{MANIFEST} does not name the file {name}"
     if not path.is_file():
         return f"{name} is missing"
-    found = path.stat().st_size
-    return f"{name} has {found:,} bytes of at least {end:,}" if found < end else None
+    size = path.stat().st_size
+    if size < end:
+        return f"{name} has {size:,} bytes of at least {end:,}"
+    return None
 
 
 def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest."""
-    if (path := _inside(folder, name)) is None:
+    """Say how a file differs from its entry in the manifest; None where it does not."""
+    path = _inside(folder, name)
+    if path is None:
         return f"{MANIFEST} names {name!r}, which lies elsewhere"
     if not path.is_file():
         return f"{name} is missing, which {MANIFEST} names"
-    if (found := path.stat().st_size) != entry["bytes"]:
-        return f"{name} has {found:,} bytes of {entry['bytes']:,} in {MANIFEST}"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"{name} has {size:,} bytes of {entry['bytes']:,} in {MANIFEST}"
     try:
-        same = _digest(path) == entry["sha256"]
+        digest = _digest(path)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None if same else f"{name} has another checksum than in {MANIFEST}"
+    if digest != entry["sha256"]:
+        return f"{name} has another checksum than in {MANIFEST}"
+    return None
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """The path of a file of the folder; None for a name that leads elsewhere or is none."""
+    """Return the path of a file of the folder; None for a name that leads elsewhere or is none."""
     path = folder / name
-    return path if path.parent == folder and name != ".." and "\0" not in name else None
+    if path.parent != folder or name == ".." or "\0" in name:
+        return None
+    return path
 
 
 def _harm(folder: Path, index: MetadataIndex, place: Any, metadata: Metadata) -> str | None:
-    """Why one entry cannot be read, or not without running code."""
-    name, entry = index.fqn, metadata.state_dict_metadata[index.fqn]
+    """Say why one entry cannot be read, or not without running code; None where it can."""
+    name = index.fqn
+    entry = metadata.state_dict_metadata[name]
     if place is None:
         return f".metadata gives no place for the entry {name!r}"
     try:
@@ -245,26 +262,27 @@ def _harm(folder: Path, index: MetadataIndex, place: Any, metadata: Metadata) ->
         )
     if isinstance(entry, BytesStorageMetadata):
         return None
-    sizes = entry.chunks[index.index or 0].sizes
-    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (sizes, entry.properties.dtype):
+    chunk = entry.chunks[index.index or 0]
+    if isinstance(value, torch.Tensor) and value.shape == chunk.sizes and value.dtype == entry.properties.dtype:
         return None
     return f"the entry {name!r} in {place.relative_path} is not the tensor that .metadata describes"
 
 
 def _digest(path: Path) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
-            made.update(piece)
-    return made.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def _gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank; without a process group the one value."""
     if not dist.is_initialized():
-        return [mine]
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, mine, group)
-    return parts
+        return [value]
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, value, group)
+    return by_rank
 
 
 # ---- reading without running
@@ -274,13 +292,15 @@ class _Unpickler(pickle.Unpickler):
     """Makes what DCP's metadata consists of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(dcp_metadata, name, None)
-        if isinstance(found, type) and module == found.__module__ == dcp_metadata.__name__:
-            return found
+        kind = getattr(dcp_metadata, name, None)
+        if isinstance(kind, type) and module == kind.__module__ == dcp_metadata.__name__:
+            return kind
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch":
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
         raise CheckpointDamaged(
             f"the metadata of the checkpoint names {module}.{name}, which no checkpoint of tensors does; it is refused,"
             " since reading it would run that"
@@ -288,18 +308,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 _ALLOWED = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset"),
-}  # fmt: skip
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+}
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """DCP's reader; its metadata is unpickled without running anything."""
+    """Reads as DCP does, but unpickles the metadata without running anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata; CheckpointDamaged where it is none."""
+        """Read the metadata; CheckpointDamaged where it is none."""
         path = Path(self.path) / ".metadata"
         try:
             metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
@@ -317,50 +342,61 @@ class CheckedReader(dcp.FileSystemReader):
 
 
 def _is_well_formed(metadata: Metadata) -> bool:
-    """Whether the parts of unpickled metadata have the types that DCP gives them."""
+    """Return whether the parts of unpickled metadata have the types that DCP gives them."""
     parts = _parts(metadata, state_dict_metadata=dict, storage_data=dict)
-    return (
-        parts is not None
-        and all(isinstance(name, str) and _is_described(each) for name, each in parts["state_dict_metadata"].items())
-        and all(isinstance(index, MetadataIndex) and _is_place(each) for index, each in parts["storage_data"].items())
-    )
+    if parts is None:
+        return False
+    for name, entry in parts["state_dict_metadata"].items():
+        if not isinstance(name, str) or not _is_described(entry):
+            return False
+    for index, place in parts["storage_data"].items():
+        if not isinstance(index, MetadataIndex) or not _is_place(place):
+            return False
+    return True
 
 
 def _parts(value: Any, **kinds: type) -> dict[str, Any] | None:
-    """The attributes of an unpickled object, which may lack any; None unless these have their types."""
+    """Return the attributes of an unpickled object, which may lack any; None unless these have their types."""
     parts = vars(value)
-    fits = all(isinstance(parts.get(name), kind) and type(parts[name]) is not bool for name, kind in kinds.items())
-    return parts if fits else None
+    for name, kind in kinds.items():
+        # in Python a bool is an int
+        if not isinstance(parts.get(name), kind) or type(parts[name]) is bool:
+            return None
+    return parts
 
 
 def _is_described(entry: Any) -> bool:
+    """Return whether an entry is a plain value, or a tensor whose chunks fill it."""
     if not isinstance(entry, TensorStorageMetadata):
         return isinstance(entry, BytesStorageMetadata)
     parts = _parts(entry, size=torch.Size, properties=TensorProperties, chunks=list)
-    return (
-        parts is not None
-        and _parts(parts["properties"], dtype=torch.dtype) is not None
-        and all(isinstance(chunk, ChunkStorageMetadata) and _lies_in(parts["size"], chunk) for chunk in parts["chunks"])
-        # DCP would leave a hole as it is
-        and sum(chunk.sizes.numel() for chunk in parts["chunks"]) == parts["size"].numel()
-    )
+    if parts is None or _parts(parts["properties"], dtype=torch.dtype) is None:
+        return False
+    elements = 0
+    for chunk in parts["chunks"]:
+        if not isinstance(chunk, ChunkStorageMetadata) or not _lies_in(parts["size"], chunk):
+            return False
+        elements += chunk.sizes.numel()
+    return elements == parts["size"].numel()  # DCP would leave a hole as it is
 
 
 def _lies_in(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
-    return (
-        _parts(chunk, offsets=torch.Size, sizes=torch.Size) is not None
-        and len(chunk.offsets) == len(chunk.sizes) == len(size)
-        and all(0 <= at <= at + length <= whole for at, length, whole in zip(chunk.offsets, chunk.sizes, size))
-    )
+    if _parts(chunk, offsets=torch.Size, sizes=torch.Size) is None:
+        return False
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return False
+    return all(0 <= at <= at + length <= whole for at, length, whole in zip(chunk.offsets, chunk.sizes, size))
 
 
 def _is_place(place: Any) -> bool:
-    parts = _parts(place, relative_path=str, offset=int, length=int) if isinstance(place, _StorageInfo) else None
-    return parts is not None and min(parts["offset"], parts["length"]) >= 0
+    if not isinstance(place, _StorageInfo):
+        return False
+    parts = _parts(place, relative_path=str, offset=int, length=int)
+    return parts is not None and parts["offset"] >= 0 and parts["length"] >= 0
 
 
 class CheckedPlanner(dcp.DefaultLoadPlanner):
-    """DCP's planner; entries that are no tensors are plain values, or refused."""
+    """Loads as DCP's planner does; entries that are no tensors are plain values, or refused."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put the plain value of one entry into the state."""

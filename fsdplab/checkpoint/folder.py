@@ -1,4 +1,4 @@
-"""A folder of checkpoints for a job that may be killed at any moment: saved while training goes on, and found again.
+"""Keeps a folder of checkpoints for a job that may be killed at any moment: saves while training goes on, finds again.
 
     checkpoints = CheckpointFolder("checkpoints", keep=2, job={"batch_size": 16, "seed": 0})
     step = checkpoints.load(model, optimizer, extra={"scheduler": scheduler})  # 0 where there is none
@@ -69,16 +69,20 @@ class AnotherJob(ValueError):
 
 
 def published(folder: str | Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder: step -> path, the oldest first."""
+    """Return the complete checkpoints in a folder: step -> path, the oldest first."""
+    place = Path(folder)
+    if not place.is_dir():
+        return {}
     steps = {}
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-        if name := _NAME.fullmatch(path.name):
+    for path in place.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name:
             steps[int(name[1])] = path
     return dict(sorted(steps.items()))
 
 
 class CheckpointFolder:
-    """The checkpoints of one job. All ranks make it, and call each method, in the same order.
+    """Keeps the checkpoints of one job. All ranks make it, and call each method, in the same order.
 
     `keep` is how many good checkpoints stay (at least 1); the disk needs room for one more. `job` holds settings that
     change what is trained, as JSON: `load` refuses a checkpoint that was saved with others. `allow_nan` lets a job go
@@ -181,22 +185,22 @@ class CheckpointFolder:
         self._check_job(path, about.get("job"), force)
         for name in sorted(extras.names_in(saved.metadata) - {*extra, _RANDOM, _ABOUT}):
             self._warn(f"{path} has the extra state {name!r}, which nobody asked for: it is not restored")
-        has_random = saved.value_of(_RANDOM) is not None
-        saved.load(model, optimizer, {**extra, _RANDOM: extras.random_states()} if has_random else extra)
+        if saved.value_of(_RANDOM) is not None:
+            extra = {**extra, _RANDOM: extras.random_states()}
+        saved.load(model, optimizer, extra)
         self._is_finite = about.get("finite", True)
 
     def _check_job(self, path: Path, saved: dict[str, Any] | None, force: bool) -> None:
         if saved is None or self.job is None:
             return
         differing = sorted(name for name in {*saved, *self.job} if saved.get(name) != self.job.get(name))
+        settings = [f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]]
+        said = f"{path} is of another job: {', '.join(settings)}"
 
         def check() -> None:
             if differing and not force:
                 raise AnotherJob(f"{said}; continue it as it was, give another folder, or load it with force")
 
-        said = f"{path} is of another job: " + ", ".join(
-            f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]
-        )
         on_each_rank(check, self._group)  # the data may differ on one machine alone
         if differing:
             self._warn(f"{said}; it is continued all the same")
@@ -358,7 +362,7 @@ class CheckpointFolder:
     # ---- what one rank does for all
 
     def _on_first(self, action: Any) -> Any:
-        """What `action` returns on rank 0, on all ranks."""
+        """Return what `action` returns on rank 0, on all ranks."""
         return on_each_rank(lambda: action() if self._first else None, self._group)[0]
 
     def _warn(self, text: str) -> None:
@@ -440,7 +444,7 @@ def _with_names_checked(extra: extras.Extra | None) -> dict[str, Any]:
 
 
 def _not_finite_in(state: dict[str, Any]) -> list[str]:
-    """The optimizer's weights and states of which this rank holds a number that is not finite."""
+    """Return the optimizer's weights and states of which this rank holds a number that is not finite."""
     trained = {name for group in state["optim"]["param_groups"] for name in group["params"]}
     tensors = {name: value for name, value in state["model"].items() if name in trained}
     for name, values in state["optim"]["state"].items():

@@ -1,4 +1,4 @@
-"""Let one job at a time use a folder: a lock file that outlives neither the process that holds it nor its machine.
+"""Lets one job at a time use a folder: a lock file that outlives neither the process that holds it nor its machine.
 
 The file names its holder: host, process and the time when the process started, since process ids come again. On the
 holder's own machine that is enough to see whether it lives. From another machine (a folder on NFS) or another
@@ -51,7 +51,7 @@ class Holder:
         return Holder(socket.gethostname(), machine, os.getpid(), _start_of(os.getpid()) or "")
 
     def lives(self) -> bool:
-        """Whether the process lives; only its own machine can tell."""
+        """Return whether the process lives; only its own machine can tell."""
         return _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class FolderLock:
                 os.close(descriptor)
 
     def _is_still_there(self, descriptor: int) -> bool:
-        """Whether the open file is still the one of this name: a job that ended may just have removed it."""
+        """Return whether the open file is still the one of this name: a job that ended may just have removed it."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
         except FileNotFoundError:
@@ -179,7 +179,7 @@ def _guard(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> tuple[Holder | None, int]:
-    """The holder that an open lock file names, None if none; and when it was renewed."""
+    """Return the holder that an open lock file names, None if none; and when it was renewed."""
     renewed = os.fstat(descriptor).st_mtime_ns
     try:
         return Holder(**json.loads(os.pread(descriptor, _BYTES, 0))), renewed

@@ -1,4 +1,4 @@
-"""Match a saved optimizer state with the optimizer that loads it, parameter by parameter and group by group.
+"""Matches a saved optimizer state with the optimizer that loads it, parameter by parameter and group by group.
 
 A parameter may have no state in the file (an expert that no token was routed to, a parameter that was frozen) or none
 in memory yet (an optimizer that has not stepped). State is restored where the file has it, and only there: a parameter
@@ -24,7 +24,7 @@ Group = dict[str, Any]
 
 @contextmanager
 def zero_gradients(optimizer: torch.optim.Optimizer, wanted: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, the `wanted` parameters have a gradient of zeros and all others have none."""
+    """Give the `wanted` parameters a gradient of zeros inside, and all others none."""
     parameters = parameters_of(optimizer)
     gradients = [parameter.grad for parameter in parameters]
     chosen = {id(parameter) for parameter in wanted}
@@ -87,7 +87,7 @@ class SavedOptimizer:
                 self.entries.setdefault(self._parameter_of(name), {})[name] = entry
 
     def _parameter_of(self, entry: str) -> str:
-        """The parameter of an entry: "optim.state.block.0.weight.exp_avg" -> "block.0.weight"."""
+        """Return the parameter of an entry: "optim.state.block.0.weight.exp_avg" -> "block.0.weight"."""
         name = entry.removeprefix(STATE)
         while name not in self.group_of:
             if not name:
@@ -96,14 +96,14 @@ class SavedOptimizer:
         return name
 
     def entries_of(self, groups: list[Group]) -> dict[str, Any]:
-        """The entries of the file that are states of parameters of these groups."""
-        found: dict[str, Any] = {}
+        """Return the entries of the file that are states of parameters of these groups."""
+        entries: dict[str, Any] = {}
         for name in _names_of(groups):
-            found.update(self.entries.get(name, {}))
-        return found
+            entries.update(self.entries.get(name, {}))
+        return entries
 
     def match(self, optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[Group]:
-        """The optimizer's `groups` with the saved hyperparameters; ValueError where parameters are grouped otherwise.
+        """Return `groups` with the saved hyperparameters; ValueError where parameters are grouped otherwise.
 
         A group of which the file has no parameter, and a hyperparameter that the file lacks, stay as they are.
         """
@@ -129,7 +129,7 @@ class SavedOptimizer:
     def states_to_load(
         self, optimizer: torch.optim.Optimizer, groups: list[Group], states: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The states of this optimizer, by parameter, which the file has too; made where there is none yet."""
+        """Return the states of this optimizer, by parameter, which the file has too; made where there is none yet."""
         lacking = []
         for name, parameter in zip(_names_of(groups), parameters_of(optimizer)):
             if name in self.entries and parameter not in optimizer.state:
@@ -167,16 +167,22 @@ def give_states(optimizer: torch.optim.Optimizer, groups: list[Group], states: M
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of all groups, in their order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of all groups, in their order."""
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _names_of(groups: list[Group]) -> list[str]:
-    return [name for group in groups for name in group["params"]]
+    names: list[str] = []
+    for group in groups:
+        names += group["params"]
+    return names
 
 
 def _check_hyperparameters(optimizer: torch.optim.Optimizer, group: Group, saved: Group) -> None:
-    """ValueError for a saved group that has other hyperparameters; more or fewer alone are those of another version."""
+    """Raise ValueError for a saved group that has other hyperparameters; more or fewer alone are another version's."""
     missing = sorted({*optimizer.defaults} - {*saved})
     strange = sorted({*saved} - {*group} - _OF_SCHEDULERS)
     if missing and strange:

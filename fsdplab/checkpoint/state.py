@@ -1,4 +1,4 @@
-"""Save, load and gather a training state, as `torch.distributed.checkpoint` (DCP) does it, without its traps.
+"""Saves, loads and gathers a training state as `torch.distributed.checkpoint` (DCP) does, without its traps.
 
 The files are plain DCP with the keys of PyTorch's own recipe (`model`, `optim`): any number of ranks, any strategy,
 PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its
@@ -63,7 +63,7 @@ def load(
 
 
 class CheckedCheckpoint:
-    """A checkpoint all of whose files have been checked; all ranks make it, and call its methods."""
+    """Checks all files of a checkpoint, then loads it; all ranks make it, and call its methods."""
 
     def __init__(self, folder: str | Path, require_manifest: bool) -> None:
         self.folder = Path(folder)
@@ -75,7 +75,7 @@ class CheckedCheckpoint:
         self.entries = self.metadata.state_dict_metadata
 
     def value_of(self, name: str) -> Any:
-        """The plain values of an extra state; None where the checkpoint has none of this name."""
+        """Read the plain values of an extra state; None where the checkpoint has none of this name."""
         entry = f"{extras.EXTRA}{name}.plain"
         if entry not in self.entries:
             return None
@@ -94,23 +94,19 @@ class CheckedCheckpoint:
         groups = saved.match(optimizer, groups)
         saved.say_what_differs(groups)
 
-        tensors = {}
+        tensors, extra_state = {}, {}
         for name, holder in extra.items():
             tensors[name] = extras.tensors_to_load(name, holder, plain[name], self.metadata)
-        loaded = self._read(
-            {
-                "model": model_state,
-                "optim": {"state": states},
-                "extra": {name: {"tensors": each} for name, each in tensors.items()},
-            }
-        )
+            extra_state[name] = {"tensors": tensors[name]}
+        loaded = self._read({"model": model_state, "optim": {"state": states}, "extra": extra_state})
         set_model_state_dict(model, loaded["model"])
         give_states(optimizer, groups, loaded["optim"]["state"])
         for name, holder in extra.items():
             extras.give(holder, plain[name], tensors[name])
 
     def _extra_of(self, name: str) -> Any:
-        if name not in (names := extras.names_in(self.metadata)):
+        names = extras.names_in(self.metadata)
+        if name not in names:
             raise ValueError(
                 f"the checkpoint in {self.folder} has no extra state {name!r}: got {sorted(names) or 'none'}; leave it"
                 " out of `extra`, and it begins anew"
@@ -140,31 +136,33 @@ class CheckedCheckpoint:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the whole parameters and buffers in host memory on rank 0; {} elsewhere. All ranks must call it.
+    """Copy the whole parameters and buffers to host memory on rank 0; {} elsewhere. All ranks must call it.
 
     Gathered one at a time: beside its shards (and rank 0's result) a rank holds about one whole parameter.
     """
-    whole, first = {}, not dist.is_initialized() or dist.get_rank() == 0
+    whole = {}
+    on_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     for name, value in get_model_state_dict(model).items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if first:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if on_rank_0:
             whole[name] = value.to("cpu", copy=True)  # the gathered one may be padded, or be the parameter itself
     return whole
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Both states over the live memory, as DCP's recipe has them (`model`, `optim`); those of an optimizer that has not
-    stepped are made, as zeros.
+    """Return both states over the live memory, as DCP's recipe has them (`model`, `optim`); those of an optimizer that
+    has not stepped are made, as zeros.
     """
     # first the model's, which reshards what a lone forward has left unsharded: the optimizer's names it otherwise
     model_state = get_model_state_dict(model)
     if not optimizer.state:
-        make_states(optimizer, [each for each in parameters_of(optimizer) if each.requires_grad])
+        make_states(optimizer, [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad])
     return {"model": model_state, "optim": get_optimizer_state_dict(model, optimizer)}
 
 
 def all_states(model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras.Extra | None) -> dict[str, Any]:
-    """What a save writes; ValueError for a value that could not be loaded again."""
+    """Return what a save writes; ValueError for a value that could not be loaded again."""
     state = states_of(model, optimizer)
     plain = {}
     for name, value in flatten_state_dict(state)[0].items():
@@ -177,33 +175,50 @@ def all_states(model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras
         for name, value in plain.items():
             extras.as_plain_bytes(name, value)
         raise
-    return {**state, "extra": extras.entries_of(extra)} if extra else state
+    if extra:
+        state["extra"] = extras.entries_of(extra)
+    return state
 
 
 def _find(folder: Path) -> None:
-    if not any((folder / name).exists() for name in (".metadata", files.MANIFEST)):
-        inside = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(
-            f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was"
-            " cut short has none); name the folder that was given to `save`"
-        )
+    """Raise FileNotFoundError where a folder has neither metadata nor a manifest."""
+    if (folder / ".metadata").exists() or (folder / files.MANIFEST).exists():
+        return
+    inside = "no such folder"
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir())
+        inside = ", ".join(names[:3]) or "an empty folder"
+    raise FileNotFoundError(
+        f"no checkpoint in {folder}: got {inside}, expected a .metadata file (a save that was"
+        " cut short has none); name the folder that was given to `save`"
+    )
 
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:
-    """ValueError unless the file's entries with a prefix are those of the `expected` state."""
-    saved = {n.removeprefix(prefix): _kind_saved(e) for n, e in entries.items() if n.startswith(prefix)}
-    here = {name.removeprefix(prefix): _kind(value) for name, value in flatten_state_dict(expected)[0].items()}
-    if wrong := [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]:
-        got, wanted = (kinds.get(wrong[0], "absent") for kinds in (saved, here))
+    """Raise ValueError unless the file's entries with a prefix are those of the `expected` state."""
+    saved = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix):
+            saved[name.removeprefix(prefix)] = _kind_saved(entry)
+    here = {}
+    for name, value in flatten_state_dict(expected)[0].items():
+        here[name.removeprefix(prefix)] = _kind(value)
+    wrong = [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]
+    if wrong:
+        first = wrong[0]
         raise ValueError(
-            f"the checkpoint is of another {what}: {wrong[0]!r} is {got} in it and {wanted} here "
-            f"({len(wrong)} differ in all); build the {what} that was saved"
+            f"the checkpoint is of another {what}: {first!r} is {saved.get(first, 'absent')} in it and"
+            f" {here.get(first, 'absent')} here ({len(wrong)} differ in all); build the {what} that was saved"
         )
 
 
 def _kind(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    return f"{tuple(value.shape)} {value.dtype}"
 
 
 def _kind_saved(entry: Any) -> str:
-    return f"{tuple(entry.size)} {entry.properties.dtype}" if isinstance(entry, TensorStorageMetadata) else "no tensor"
+    if not isinstance(entry, TensorStorageMetadata):
+        return "no tensor"
+    return f"{tuple(entry.size)} {entry.properties.dtype}"

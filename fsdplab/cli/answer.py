@@ -1,4 +1,4 @@
-"""The result of a command as a value: what a terminal shows in order, what `--json` holds, and the page or figure.
+"""Holds the result of a command: what a terminal shows in order, what `--json` holds, and the page or figure.
 
 `outputs.Outputs` is the one renderer of all three.
 """

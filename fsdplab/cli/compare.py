@@ -1,4 +1,4 @@
-"""`fsdplab compare` runs several strategies and engines side by side, shows their progress, then the comparison.
+"""Runs several strategies and engines side by side (`fsdplab compare`), shows their progress, then the comparison.
 
 `fsdplab run` records one run in a folder.
 """
@@ -45,9 +45,7 @@ def compare_runs(
         refuse(f"nothing to compare{why}; expected such as --strategies no_shard,full_shard --engines lab,torch-fsdp2")
     if left_out:
         print(harmless(f"fsdplab: left out: {'; '.join(left_out)}"), file=sys.stderr)
-    # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
-    as_twin = dict(memory=False, profile=0)
-    twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
+    twin = _twin(common)
     from fsdplab.sessions import compare
     from fsdplab.sessions.compare_runs import folders_of
 
@@ -57,15 +55,23 @@ def compare_runs(
         calibrate_if_needed(specs, outputs)
         planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
         with ProgressTable(outputs.console(), planned, outputs) as progress:
-            records = compare([*specs, twin], directory=folder, watcher=progress)
-        reference = records[-1] if records[-1].status == "finished" else None
-        next_steps = [] if outputs.quiet else [*_next_steps(records[:-1], outputs)]
-        outputs.give(answer_of_runs(records[:-1], reference, outputs, next_steps))
-        end_if_failed(records)
+            *records, of_twin = compare([*specs, twin], directory=folder, watcher=progress)
+        reference = of_twin if of_twin.status == "finished" else None
+        next_steps = [] if outputs.quiet else [*_next_steps(records, outputs)]
+        outputs.give(answer_of_runs(records, reference, outputs, next_steps))
+        end_if_failed([*records, of_twin])
+
+
+def _twin(common: dict[str, Any]) -> RunSpec:
+    """Return the spec of the unsharded reference, of which only the losses are compared."""
+    settings = settings_for("full_shard", dict(common, card=None, prefetch=1))
+    # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
+    settings |= dict(memory=False, profile=0)
+    return RunSpec(engine="twin", **settings)
 
 
 def _pairs(strategies: list[str], engines: list[str], common: dict[str, Any]) -> tuple[list[RunSpec], list[str]]:
-    """The spec of each engine under each strategy that it does, once, and a sentence on each pair that cannot be."""
+    """Return the spec of each engine under each strategy that it does, once, and a sentence on each pair left out."""
     for engine in engines:
         if engine not in COMPARED:
             refuse(f"--engines has {engine!r}{near_matches(engine, COMPARED)}; expected some of {', '.join(COMPARED)}")
@@ -90,41 +96,48 @@ def _pairs(strategies: list[str], engines: list[str], common: dict[str, Any]) ->
 
 
 def _settings_under(engine: str, strategy: str, common: dict[str, Any]) -> dict[str, Any]:
-    """The common settings, but for those that an engine has its own rule for."""
+    """Return the common settings, but for those that an engine has its own rule for."""
+    settings = dict(common, engine=engine)
     if engine != "lab":
-        common = dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")
-    return own(strategy, dict(common, engine=engine))
+        settings["prefetch"] = 1
+        if engine != "torch-fsdp2":
+            settings["units"] = "auto"
+    return settings_for(strategy, settings)
 
 
 def _parts(text: str) -> tuple[str, dict[str, Any]]:
-    """`full_shard:prefetch=0` -> its strategy, and the settings in which it differs from the others."""
+    """Split `full_shard:prefetch=0` into its strategy and the settings in which it differs from the others."""
     strategy, *edits = (part.strip() for part in text.split(":"))
     return strategy, dict(_setting(text, edit) for edit in edits)
 
 
 def _setting(text: str, edit: str) -> tuple[str, Any]:
-    """`prefetch=0` -> ("prefetch", 0): a field of RunSpec, as a whole number where it is one."""
+    """Read `prefetch=0` as ("prefetch", 0): a field of RunSpec, as a whole number where it is one."""
     name, equals, value = (part.strip() for part in edit.partition("="))
-    if not equals or name not in SETTINGS or name in ("model", "world_size"):
-        able = ", ".join(each for each in SETTINGS if each not in ("model", "world_size"))
-        refuse(f"--strategies has {text!r}; expected settings such as full_shard:prefetch=0, of {able}")
-    return name, int(value) if value.isascii() and value.isdigit() else value
+    able = [field for field in SETTINGS if field not in ("model", "world_size")]
+    if not equals or name not in able:
+        refuse(f"--strategies has {text!r}; expected settings such as full_shard:prefetch=0, of {', '.join(able)}")
+    if value.isascii() and value.isdigit():
+        return name, int(value)
+    return name, value
 
 
-def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
-    """The common settings that a strategy uses: not all have shard groups."""
-    groups = {} if strategy in IN_GROUPS else dict(shard_size=None, link_across=None)
-    return {**common, "strategy": strategy, **groups}
+def settings_for(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the common settings that a strategy uses: not all have shard groups."""
+    settings = {**common, "strategy": strategy}
+    if strategy not in IN_GROUPS:
+        settings |= dict(shard_size=None, link_across=None)
+    return settings
 
 
 @contextmanager
 def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
-    """The folder of a comparison's records: the one to keep, or one that is deleted afterwards."""
+    """Yield the folder of a comparison's records: the one to keep, or one that is deleted afterwards."""
     from fsdplab.sessions.compare_runs import folders_of
 
     if outputs.keep is not None:
-        for own in folders_of(specs, outputs.keep):  # all of them, before the first run takes its time
-            claim_folder(own, replace=outputs.force)
+        for folder_of_run in folders_of(specs, outputs.keep):  # all of them, before the first run takes its time
+            claim_folder(folder_of_run, replace=outputs.force)
         yield outputs.keep
         return
     with tempfile.TemporaryDirectory(prefix="compare-", dir=folder_of_this_process()) as folder:
@@ -132,9 +145,10 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
 
 
 def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line]:
-    """The most valuable change to the most sharded run, with its gain; and where to see more."""
-    if words := change_words(views(records)):
-        yield Line(words)
+    """Yield the most valuable change to the most sharded run, with its gain; and where to see more."""
+    change = change_words(views(records))
+    if change:
+        yield Line(change)
     page = f"open {outputs.html}" if outputs.html else "fsdplab compare --html page.html"
     yield Line(
         f"Next: timelines, memory and all findings: {page}; every number: --verbose; learn why: fsdplab lab.",
@@ -164,7 +178,7 @@ def record_run(named: str | None, card: str, out: Path | None, settings: dict[st
 
 
 def _claimed(outputs: Outputs, out: Path | None, usual: Path) -> Path:
-    """The folder that was asked for, or a new one: `usual`, or one beside it. Only `--force` replaces a record."""
+    """Claim the folder that was given, or a new one: `usual`, or one beside it. Only `--force` replaces a record."""
     if out or outputs.force:
         return claim_folder(out or usual, replace=outputs.force)
     return claim_free_folder(usual)

@@ -45,12 +45,16 @@ def refuse_for(error: OSError) -> NoReturn:
         # what is left in its buffer would fail again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         error.filename = "standard output"
-    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    refuse(f"{what}; give a writable place with free space" if error.errno in _PLACES else what)
+    message = str(error)
+    if error.filename:
+        message = f"{error.filename}: {error.strerror}"
+    if error.errno in _PLACES:
+        message += "; give a writable place with free space"
+    refuse(message)
 
 
 def one_line(error: Any) -> str:
-    """The text of a usage error, with the command whose help lists the flags."""
+    """Return the text of a usage error, with the command whose help lists the flags."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "fsdplab"
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"

@@ -1,4 +1,4 @@
-"""`fsdplab gpu-check` checks a machine with GPUs: it runs four commands that you may type too, and keeps their results.
+"""Checks a machine with GPUs (`fsdplab gpu-check`): runs four commands that you may type too, and keeps their results.
 
     fsdplab doctor       driver, kernels, NCCL, CUDA IPC                             doctor.json
     pytest -m gpu        streams, overlap, traces, memory (in a clone, with pytest)
@@ -53,34 +53,47 @@ def gpu_check(device: str, out: Path | None) -> Answer:
         code = run_module(command.module, command.words)
         rows.append({"command": str(command), "exit_code": code, "seconds": round(time.monotonic() - began, 1)})
 
-    failed = [row for row in rows if row["exit_code"] != 0]
-    shown = [(str(row["command"])[:80], f"{row['seconds']} s", "failed" if row in failed else "ok") for row in rows]
-    said = f"{len(failed)} of {len(rows)} commands failed" if failed else "all commands ended well"
-    parts: list[Part] = [Table(("command", "time", "ended"), shown, ("command",)), Line(f"{said}; kept in {folder}")]
+    cells, failed = [], 0
+    for row in rows:
+        ended = "ok"
+        if row["exit_code"] != 0:
+            ended = "failed"
+            failed += 1
+        cells.append((str(row["command"])[:80], f"{row['seconds']} s", ended))
+    verdict = "all commands ended well"
+    if failed:
+        verdict = f"{failed} of {len(rows)} commands failed"
+    table = Table(("command", "time", "ended"), cells, ("command",))
+    parts: list[Part] = [table, Line(f"{verdict}; kept in {folder}")]
     return Answer(parts, {"format": FORMAT, "device": device, "commands": rows}, code=1 if failed else 0)
 
 
 def commands(device: str, ranks: int, folder: Path) -> Iterator[Command]:
     """Yield the commands; on the CPU, which is a rehearsal, with a tiny model and without the tests for GPUs."""
-    on_device = ("--device", device, "--world-size", str(ranks))
-    size, rounds = (_TINY, ("--rounds", "2")) if device == "cpu" else ((), ())
+    rehearsal = device == "cpu"
+    on_device = ["--device", device, "--world-size", str(ranks)]
+    if rehearsal:
+        on_device += _TINY
     yield Command("fsdplab", ("doctor", "--json", str(folder / "doctor.json")))
     clone = checkout()
-    if device == "cuda" and clone is not None and importlib.util.find_spec("pytest") is not None:
+    has_pytest = importlib.util.find_spec("pytest") is not None
+    if not rehearsal and clone is not None and has_pytest:
         yield Command("pytest", ("-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider", str(clone / "tests")))
-    records, compared = str(folder / "records"), str(folder / "compare.json")
-    kept = ("--keep", records, "--json", compared, "--link", "none", "--card", "none")
-    yield Command("fsdplab", ("compare", *on_device, *size, *kept))
-    yield Command("fsdplab", ("bench", *on_device, *size, *rounds, "--json", str(folder / "bench.json")))
+    files = ("--keep", str(folder / "records"), "--json", str(folder / "compare.json"))
+    yield Command("fsdplab", ("compare", *on_device, *files, "--link", "none", "--card", "none"))
+    rounds = ("--rounds", "2") if rehearsal else ()
+    yield Command("fsdplab", ("bench", *on_device, *rounds, "--json", str(folder / "bench.json")))
 
 
 def _ranks(device: str) -> int:
-    """One rank for each GPU, and two that share a single GPU, unless its compute mode forbids that."""
+    """Return one rank for each GPU, and two that share a single GPU, unless its compute mode forbids that."""
     if device == "cpu":
         return 2
     machine = ask("machine")
     why = machine.get("error") or machine["blocks"]
     if why:
         refuse(f"{why}; or try --device cpu, a rehearsal in tiny sizes")
-    exclusive = any(gpu["exclusive"] for gpu in machine["gpus"])
-    return max(len(machine["gpus"]), 1 if exclusive else 2)
+    gpus = machine["gpus"]
+    exclusive = any(gpu["exclusive"] for gpu in gpus)
+    fewest = 1 if exclusive else 2
+    return max(len(gpus), fewest)

@@ -37,14 +37,19 @@ def open_lab(notebooks: Path | None, browser: bool, port: int | None, edition: s
     first = ""
     if notebooks is None and edition == "learner":
         place, first = learner_edition(place)
-    command = [str(place), *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
-    command += [] if browser else ["--no-browser"]
-    # containers: Jupyter refuses root
-    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    command += [] if port is None else [f"--port={port}", "--ServerApp.port_retries=0"]
-    # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
+    command = [str(place)]
+    if first:
+        command.append(f"--LabApp.default_url=/lab/tree/{first}")
+    if not browser:
+        command.append("--no-browser")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # in containers, where Jupyter refuses root
+        command.append("--allow-root")
+    if port is not None:
+        command += [f"--port={port}", "--ServerApp.port_retries=0"]
     _use_settings_of_the_course()
-    return run_module("jupyterlab", command, dict.fromkeys((signal.SIGINT, signal.SIGHUP), signal.SIGTERM))
+    # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
+    instead: dict[int, int] = {signal.SIGINT: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+    return run_module("jupyterlab", command, instead)
 
 
 def _use_settings_of_the_course() -> None:
@@ -67,9 +72,10 @@ def _check_free(port: int) -> None:
 
 
 def learner_edition(sources: Path) -> tuple[Path, str]:
-    """`course-learner/` here, built from the sources the first time; a learner's work in it is never overwritten.
+    """Build `course-learner/` here from the sources, the first time; a learner's work in it is never overwritten.
 
-    Also the notebook to open with: the first one where the course is new, none where a learner comes back.
+    Return the folder and the notebook to open with: the first one where the course is new, none where a learner comes
+    back.
     """
     place = Path("course-learner")
     if any(place.glob("*.ipynb")):
@@ -98,18 +104,19 @@ def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int]
     SIGINT, SIGTERM and SIGHUP are passed on, as the signal that `instead` maps them to. A module that they end
     without an exit code of its own exits as an interrupted command does.
     """
-    got: list[int] = []
+    received: list[int] = []
     command = run_of("fsdplab.sessions.launch.parent_death", str(os.getpid()), module, *arguments)
     process = subprocess.Popen(
         command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, start_new_session=True
     )
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        got.append(number)
+        received.append(number)
         process.send_signal((instead or {}).get(number, number))
 
     with asked_to_end(hand_on):
         code = process.wait()
-    if got and code in (0, -signal.SIGINT, 128 + signal.SIGINT, *(-number for number in got)):
-        interrupted(got[0])
+    by_signal = {0, -signal.SIGINT, 128 + signal.SIGINT, *(-number for number in received)}
+    if received and code in by_signal:
+        interrupted(received[0])
     return code if code >= 0 else 128 - code

@@ -1,4 +1,4 @@
-"""A command as a row: its name, its help, its flags, and the function that answers.
+"""Adds a command as a row: its name, its help, its flags, and the function that answers.
 
 Most flags are fields of a `RunSpec`, a `PlanSpec` or `Outputs`: their types, defaults and help are written there, once.
 A command takes some with `taken(RUN, "world_size", "model", profile=2)`, and its function gets them together.
@@ -30,7 +30,7 @@ from fsdplab.sessions.spec.rules import check_value
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: its type, its default, its help, and its names where it has others than that of the field.
+    """Describes one flag: its type, its default, its help, and its names where it has others than that of the field.
 
     `one_of` are its known values; `read` makes the command's value of the flag's; `into` is the parameter that gets it
     together with others. An `argument` is given without a name, and must be given if its default is `...`. `more` is
@@ -48,8 +48,10 @@ class Flag:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def parameter(self, name: str) -> inspect.Parameter:
-        """The parameter that typer makes the flag of."""
-        complete = (lambda: [str(word) for word in self.one_of]) if self.one_of else None
+        """Return the parameter that typer makes the flag of."""
+        complete = None
+        if self.one_of:
+            complete = self._known_words
         kind = typer.Argument if self.argument else typer.Option
         made = kind(*self.names, help=self.help, autocompletion=complete, **self.more)
         default = inspect.Parameter.empty if self.default is ... else self.default
@@ -57,24 +59,32 @@ class Flag:
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[self.type, made]
         )
 
+    def _known_words(self) -> list[str]:
+        """List what the shell completes."""
+        return [str(word) for word in self.one_of]
 
-def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, Flag]:
-    """The fields of a spec that have a help text."""
+
+def _flags_of(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, Flag]:
+    """Return a flag for each field of a spec that has a help text; `names` replace those of its fields."""
     types = get_type_hints(spec)
-    return {
-        each.name: Flag(
-            types[each.name], each.default, each.metadata["help"],
-            names.get(each.name, each.metadata.get("flags", ())),
-            each.metadata.get("one_of", each.metadata.get("known", ())),
-            more={"metavar": each.metadata.get("metavar")},
+    flags = {}
+    for of_field in fields(spec):
+        about = of_field.metadata
+        if "help" not in about:
+            continue
+        flags[of_field.name] = Flag(
+            types[of_field.name],
+            of_field.default,
+            about["help"],
+            names=names.get(of_field.name, about.get("flags", ())),
+            one_of=about.get("one_of", about.get("known", ())),
+            more={"metavar": about.get("metavar")},
         )
-        for each in fields(spec)
-        if "help" in each.metadata
-    }  # fmt: skip
+    return flags
 
 
 def _other_than(none: str, name: str) -> Callable[[str], bool]:
-    """Reads a choice of a run that is yes or no in a plan: `--compile blocks`."""
+    """Return a reader of a choice of a run that is yes or no in a plan: `--compile blocks`."""
 
     def read(given: str) -> bool:
         check_value(name, given, none, one_of=RUN[name].one_of)
@@ -84,7 +94,7 @@ def _other_than(none: str, name: str) -> Callable[[str], bool]:
 
 
 def _size_of(flag: str) -> Callable[[str | None], int | None]:
-    """Reads whole bytes of a size that may be left out: `--host-memory 512GB`."""
+    """Return a reader of a size in bytes that may be left out: `--host-memory 512GB`."""
 
     def read(given: str | None) -> int | None:
         if given is None:
@@ -97,105 +107,146 @@ def _size_of(flag: str) -> Callable[[str | None], int | None]:
     return read
 
 
-RUN = _fields(RunSpec, {"world_size": ("--world-size", "-n"), "as_model": ("--as",)})
-_PLAN = _fields(
+RUN = _flags_of(RunSpec, {"world_size": ("--world-size", "-n"), "as_model": ("--as",)})
+_PLAN = _flags_of(
     PlanSpec,
     {
-        **{own: RUN[name].names or (flag_of(own),) for own, name in AS_IN_A_RUN.items()},
-        "flash": ("--flash/--no-flash",), "tensor_parallel": ("--tp",), "context_parallel": ("--cp",),
-        "pipeline_parallel": ("--pp",), "expert_parallel": ("--ep",),
+        **{of_plan: RUN[of_run].names or (flag_of(of_plan),) for of_plan, of_run in AS_IN_A_RUN.items()},
+        "flash": ("--flash/--no-flash",),
+        "tensor_parallel": ("--tp",),
+        "context_parallel": ("--cp",),
+        "pipeline_parallel": ("--pp",),
+        "expert_parallel": ("--ep",),
     },
-)  # fmt: skip
+)
 PLAN = {
     "model": Flag(str, "llama-3.1-8b", "A model such as llama-3.1-70b, or the config.json of a Hugging Face model."),
-    "gpu": Flag(
-        str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090; or a JSON file of another."
-    ),
+    "gpu": Flag(str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090; or a JSON file of another."),
     **_PLAN,
     "seq": replace(_PLAN["seq"], type=int | None, default=None),
     "compile": replace(RUN["compile"], read=_other_than("none", "compile")),
     "offload": Flag(
-        str, "none", "Where shards, gradients and optimizer state are kept: none (the GPU) or cpu.",
-        one_of=RUN["offload"].one_of, read=_other_than("none", "offload"),
+        str,
+        "none",
+        "Where shards, gradients and optimizer state are kept: none (the GPU) or cpu.",
+        one_of=RUN["offload"].one_of,
+        read=_other_than("none", "offload"),
     ),
     "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
     "host_memory": replace(_PLAN["host_memory"], type=str | None, read=_size_of("--host-memory")),
     "storage": replace(_PLAN["storage"], type=str | None, read=_size_of("--storage")),
-}  # fmt: skip
+}
 
-OUTPUTS = _fields(Outputs)
+OUTPUTS = _flags_of(Outputs)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
-    "world_size", "model", "steps", "batch_size", "sequence_length", "micro_batches", "precision", "optimizer",
-    "compile", "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate",
-    "as_model", "text", "seed", "device", "start", "time_limit",
-)  # fmt: skip
+    "world_size",
+    "model",
+    "steps",
+    "batch_size",
+    "sequence_length",
+    "micro_batches",
+    "precision",
+    "optimizer",
+    "compile",
+    "prefetch",
+    "units",
+    "shard_size",
+    "profile",
+    "link",
+    "link_across",
+    "link_queues",
+    "emulate",
+    "as_model",
+    "text",
+    "seed",
+    "device",
+    "start",
+    "time_limit",
+)
 
 
 def in_flags(error: SpecError) -> str:
-    """The error of a run in the flags that were given: `--world-size is 0`, and `give --engine lab` for
+    """Write the error of a run in the flags that were given: `--world-size is 0`, and `give --engine lab` for
     `give engine='lab'`.
     """
-    flags = {name: flag.names[0] if flag.names else f"--{name.replace('_', '-')}" for name, flag in RUN.items()}
-    told, field = str(error), error.field
-    if told.startswith(f"{field} is "):
-        told = told.replace(field, flags.get(field, f"--{field.replace('_', '-')}"), 1)
-    told = re.sub(rf"\b({'|'.join(flags)})=", lambda found: f"{flags[found[1]]} ", told)
-    return re.sub(r"(--[\w-]+ |\bor )'([^']*)'", r"\1\2", told)
+    message = str(error)
+    if message.startswith(f"{error.field} is "):
+        message = message.replace(error.field, _flag_of_run(error.field), 1)
+    fields_of_run = "|".join(RUN)
+    message = re.sub(rf"\b({fields_of_run})=", lambda match: f"{_flag_of_run(match[1])} ", message)
+    return re.sub(r"(--[\w-]+ |\bor )'([^']*)'", r"\1\2", message)
+
+
+def _flag_of_run(field_name: str) -> str:
+    """Return the flag of a field of RunSpec: `--world-size`."""
+    if field_name in RUN and RUN[field_name].names:
+        return RUN[field_name].names[0]
+    return f"--{field_name.replace('_', '-')}"
 
 
 def examples(*lines: str) -> str:
-    """The examples below the flags of a command or a group."""
+    """Return the examples below the flags of a command or a group."""
     return "Examples:\n\n" + "\n\n".join(lines)
 
 
 def taken(of: Mapping[str, Flag], *names: str, **defaults: Any) -> dict[str, Flag]:
-    """These flags of a spec, or all of them; `defaults` replace those of the spec."""
+    """Return these flags of a spec, or all of them; `defaults` replace those of the spec."""
     into = "outputs" if of is OUTPUTS else "settings"
-    return {name: replace(of[name], default=defaults.get(name, of[name].default), into=into) for name in names or of}
+    flags = {}
+    for name in names or of:
+        default = defaults.get(name, of[name].default)
+        flags[name] = replace(of[name], default=default, into=into)
+    return flags
 
 
 def add_command(
-    app: typer.Typer, name: str, does: str, told: str, *flags: Mapping[str, Flag], shown: Sequence[str],
-    **context: Any,
-) -> None:  # fmt: skip
+    app: typer.Typer, name: str, does: str, told: str, *flags: Mapping[str, Flag], shown: Sequence[str], **context: Any
+) -> None:
     """Add a command: `told` is its help, `shown` are examples below. `does` names its function in this package, such as
     `"report:report_records"`, which is imported when the command runs, after what it writes is known to be writable.
 
     The function gets its flags by their names, those of a spec together as `settings`, and `outputs` if it takes them.
     An Answer that it returns is shown; a number is the exit code.
     """
-    every = {key: flag for part in flags for key, flag in part.items()}
+    all_flags: dict[str, Flag] = {}
+    for some in flags:
+        all_flags |= some
 
     def command(**given: Any) -> None:
-        own, settings, written = (
-            {key: flag.read(given[key]) for key, flag in every.items() if flag.into == into}
-            for into in ("", "settings", "outputs")
-        )
-        outputs = Outputs(**written).check()
+        # the arguments of the function, the fields of a spec, and those of Outputs
+        values: dict[str, dict[str, Any]] = {"": {}, "settings": {}, "outputs": {}}
+        for key, flag in all_flags.items():
+            values[flag.into][key] = flag.read(given[key])
+        arguments, settings = values[""], values["settings"]
+        outputs = Outputs(**values["outputs"]).check()
         if "start" in settings:
             begin_warm(settings["start"])
         function = function_of(does)
-        own |= {"settings": settings} if settings else {}
-        own |= {"outputs": outputs} if "outputs" in inspect.signature(function).parameters else {}
-        made = function(**own)
-        if isinstance(made, Answer):
-            outputs.give(made)
-        raise typer.Exit(made.code if isinstance(made, Answer) else made or 0)
+        if settings:
+            arguments["settings"] = settings
+        if "outputs" in inspect.signature(function).parameters:
+            arguments["outputs"] = outputs
+        result = function(**arguments)
+        if isinstance(result, Answer):
+            outputs.give(result)
+            raise typer.Exit(result.code)
+        raise typer.Exit(result or 0)
 
-    parameters = [flag.parameter(key) for key, flag in every.items()]
+    # typer reads the flags from the signature
+    parameters = [flag.parameter(key) for key, flag in all_flags.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    command.row = does, every  # type: ignore[attr-defined]  # a test compares them
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.row = does, all_flags  # type: ignore[attr-defined]  # a test compares them
     app.command(name, help=told, epilog=examples(*shown), context_settings=context or None)(command)
 
 
 def function_of(does: str) -> Callable[..., Any]:
-    """The function of a row: `function_of("doctor:doctor")`."""
+    """Import the function of a row: `function_of("doctor:doctor")`."""
     module, _, name = does.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"fsdplab.cli.{module}"), name)
-    return found
+    function: Callable[..., Any] = getattr(import_module(f"fsdplab.cli.{module}"), name)
+    return function
 
 
 def begin_warm(start: str) -> None:
@@ -210,49 +261,57 @@ def begin_warm(start: str) -> None:
 
 
 def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
-    """Bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`. An empty text
-    is refused: a shell's variable that is not set.
+    """Return the bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`.
+
+    An empty text is refused: a shell's variable that is not set.
     """
-    if text == "auto" and common["emulate"] and common["as_model"]:
-        network = Network(emulate=common["emulate"], as_model=common["as_model"])
-        ranks = Placement(world_size=common["world_size"]).world_size
-        return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
-    given = otherwise if text == "auto" else text
+    if text == "auto":
+        if common["emulate"] and common["as_model"]:
+            network = Network(emulate=common["emulate"], as_model=common["as_model"])
+            ranks = Placement(world_size=common["world_size"]).world_size
+            return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
+        text = otherwise
     try:
-        return parse_card(given) if given.strip() else parse_size(given)
+        return parse_card(text) if text.strip() else parse_size(text)
     except ValueError:
-        refuse(f"--card is {given!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
+        refuse(f"--card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
 
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:
-    """The emulated link; `none` is none, and `auto` is `otherwise` between CPU ranks that can be put behind it."""
+    """Return the emulated link; `none` is none, and `auto` is `otherwise` between CPU ranks that can be behind it."""
     link = common["link"]
+    if link is None or link.strip().lower() == "none":
+        return None
     if link != "auto":
-        return None if link is None or link.strip().lower() == "none" else str(link)
-    apart = common["emulate"] or common["link_across"] or not set(engines) <= {"lab", *ON_SHARED_MEMORY}
+        return str(link)
     device = Placement(world_size=common["world_size"], device=common["device"]).device_type
-    return None if apart or device != "cpu" else otherwise
+    if common["emulate"] or common["link_across"]:  # they bring links of their own
+        return None
+    if device != "cpu" or not set(engines) <= {"lab", *ON_SHARED_MEMORY}:
+        return None
+    return otherwise
 
 
 def names(text: str) -> list[str]:
-    """`"a, b"` -> `["a", "b"]`; empty parts are dropped."""
+    """Split `"a, b"` into `["a", "b"]`; empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def known_strategy(text: str) -> str:
-    """The text itself; an unknown strategy is an error. Settings may follow its name: `full_shard:prefetch=0`."""
+    """Return the text itself if it names a known strategy; settings may follow the name: `full_shard:prefetch=0`."""
     check_value("strategy", text.partition(":")[0].strip(), RUN["strategy"].default, one_of=STRATEGIES)
     return text
 
 
 def strategies(text: str) -> list[str]:
-    """`"zero1, full_shard:prefetch=0"` -> its parts, each a known strategy."""
+    """Split `"zero1, full_shard:prefetch=0"` into its parts, each a known strategy."""
     return [known_strategy(part) for part in names(text)]
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
-    """`"0, 1"` -> `[0, 1]`; anything else than whole numbers of at least 0 is an error that names the flag."""
+    """Read `"0, 1"` as `[0, 1]`; anything else than whole numbers of at least 0 is an error that names the flag."""
     parts = names(text)
-    if not parts or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+    valid = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    if not parts or not valid:
         refuse(f"{flag} has {text!r}; expected whole numbers of at least 0, such as 0,1,2")
     return [int(part) for part in parts]

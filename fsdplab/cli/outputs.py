@@ -1,4 +1,4 @@
-"""Where an answer goes beside the terminal, as the flags of a command say it: JSON, a page or figure, records."""
+"""Writes an answer beside the terminal, as the flags of a command say: JSON, a page or figure, records."""
 
 from __future__ import annotations
 

@@ -36,13 +36,15 @@ class ProgressTable(Watcher):
     """
 
     def __init__(self, console: Console, planned: Mapping[Path, RunSpec], outputs: Outputs = Outputs()) -> None:
-        self._console, self._outputs = console, outputs
-        own = {folder: spec for folder, spec in planned.items() if spec.engine != "twin"}
-        self._rows = {folder: _to_come(spec) for folder, spec in own.items()}
-        self._labels = dict(zip(own.values(), (row.label for row in self._shown)))
+        self._console = console
+        self._outputs = outputs
+        with_row = {folder: spec for folder, spec in planned.items() if spec.engine != "twin"}
+        self._rows = {folder: _to_come(spec) for folder, spec in with_row.items()}
+        self._labels = dict(zip(with_row.values(), (row.label for row in self._shown)))
         self._now = "starting the first ranks"
-        live = console.is_terminal and not outputs.quiet
-        self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
+        self._live: Live | None = None
+        if console.is_terminal and not outputs.quiet:
+            self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4)
 
     def __enter__(self) -> ProgressTable:
         if self._live:
@@ -83,26 +85,34 @@ class ProgressTable(Watcher):
         """Show or complete the row of a run that has ended."""
         self._put(record, view(record))
         if not self._live and not self._outputs.quiet and record.path in self._rows:
-            row = self._shown[[*self._rows].index(record.path)]
-            told = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
-            self._print(f"{told} ({self._done} of {len(self._rows)} runs)")
+            shown_by_folder = dict(zip(self._rows, self._shown))
+            row = shown_by_folder[record.path]
+            result = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
+            self._print(f"{result} ({self._done} of {len(self._rows)} runs)")
 
     def started(self, spec: RunSpec) -> None:
         """Show that the ranks of a run build a model of one's own, which may take long."""
-        self._draw_again(f"{self._name(spec)}: building the model" if spec.own_model else self._now)
+        now = self._now
+        if spec.own_model:
+            now = f"{self._name(spec)}: building the model"
+        self._draw_again(now)
 
     def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
         """Show the step that rank 0 of the current run has ended."""
-        told = f"{self._name(spec)}: {_which(spec, step, total)}, loss {loss:.4f}"
+        sentence = f"{self._name(spec)}: {_which(spec, step, total)}, loss {loss:.4f}"
+        others = ""
         measuring = sum(row.status == MEASURING for row in self._rows.values())
-        others = f", {measuring} being measured" if measuring else ""
-        self._draw_again(f"{told}  ({self._done} of {plural(len(self._rows), 'run')} done{others})")
+        if measuring:
+            others = f", {measuring} being measured"
+        self._draw_again(f"{sentence}  ({self._done} of {plural(len(self._rows), 'run')} done{others})")
         if self._outputs.verbose:
-            self._print(told)
+            self._print(sentence)
 
     def _name(self, spec: RunSpec) -> str:
-        own = RunView(spec.strategy, spec.engine, spec.world_size).label
-        return "the twin, for reference" if spec.engine == "twin" else self._labels.get(spec, own)
+        if spec.engine == "twin":
+            return "the twin, for reference"
+        alone = RunView(spec.strategy, spec.engine, spec.world_size).label
+        return self._labels.get(spec, alone)
 
     def _put(self, record: RunRecord, row: RunView) -> None:
         if record.spec["engine"] != "twin":
@@ -132,21 +142,36 @@ def _which(spec: RunSpec, step: int, steps: int) -> str:
 
 
 def _to_come(spec: RunSpec) -> RunView:
-    """A run before it starts: the steady card's step is known."""
+    """Return the row of a run before it starts: the steady card's step is known."""
     summary = Summary(steady=steady_step(spec))
     return RunView(spec.strategy, spec.engine, spec.world_size, summary, WAITING, spec.as_dict())
 
 
 def headline(spec: RunSpec, card: int | None) -> Line:
-    """The model, ranks, batch and precision of the run that starts, and what is emulated."""
-    links = [words for words in (spec.link, spec.link_across and f"{spec.link_across} across groups") if words]
-    parts = [f"a link of {' and '.join(links)}"] * bool(links) + [f"a card of {size(card)}"] * bool(card)
-    emulated = f"emulated: {', '.join(parts)}" if parts else "no emulated card"
+    """Name the model, ranks, batch and precision of the run that starts, and what is emulated."""
+    batch = "batches of its own"
+    if spec.tokens_per_rank is not None:
+        batch = f"batch {spec.batch_size} x {spec.sequence_length} a rank"
     why = f" ({spec.why_this_device})" if spec.why_this_device else ""
-    tokens = spec.tokens_per_rank is not None
-    batch = f"batch {spec.batch_size} x {spec.sequence_length} a rank" if tokens else "batches of its own"
     return Line(
         f"{name_of(spec.model)}, {plural(spec.world_size, 'rank')} on {spec.device_type}, {batch}, {spec.precision},"
-        f" {plural(spec.steps, 'timed step')}, {emulated}{why}",
+        f" {plural(spec.steps, 'timed step')}, {_emulated(spec, card)}{why}",
         mood="bold",
     )
+
+
+def _emulated(spec: RunSpec, card: int | None) -> str:
+    """Name the emulated links and the emulated card: `emulated: a link of 150MB/s, a card of 330 MB`."""
+    links = []
+    if spec.link:
+        links.append(spec.link)
+    if spec.link_across:
+        links.append(f"{spec.link_across} across groups")
+    parts = []
+    if links:
+        parts.append(f"a link of {' and '.join(links)}")
+    if card:
+        parts.append(f"a card of {size(card)}")
+    if not parts:
+        return "no emulated card"
+    return f"emulated: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""`fsdplab record`: runs a training job that was not written for the lab, records it, and shows what it found."""
+"""Runs a training job that was not written for the lab (`fsdplab record`), records it, and shows the record."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def record_job(
 
 
 def _name(command: Sequence[str]) -> str:
-    """What the record is called: the name of the job's program."""
+    """Return what the record is called: the name of the job's program."""
     programs = [word for word in command if word.endswith(".py")]
     return Path([*programs, *command, "job"][0]).name

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
-from fsdplab.cli.answer import Part, Table
+from fsdplab.cli.answer import Line, Part, Table
 from fsdplab.common.words import harmless
 from fsdplab.figures.table import mood
 
@@ -27,15 +27,17 @@ class SafeConsole(Console):
     """A rich console whose texts are `harmless`."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The pieces of a text, table or figure; what rich itself sends to steer the terminal is no text."""
+        """Yield the pieces of a text, table or figure; what rich itself sends to steer the terminal is no text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
 
 def console_of(stderr: bool) -> SafeConsole:
-    """stdout, or stderr where stdout carries the JSON; `WIDTH` columns where it is no terminal."""
-    beside = SafeConsole(stderr=stderr)
-    return beside if beside.is_terminal else SafeConsole(stderr=stderr, width=WIDTH)
+    """Return a console on stdout, or on stderr where stdout carries the JSON; `WIDTH` columns without a terminal."""
+    console = SafeConsole(stderr=stderr)
+    if console.is_terminal:
+        return console
+    return SafeConsole(stderr=stderr, width=WIDTH)
 
 
 def show(console: Console, parts: Iterable[Part]) -> None:
@@ -44,21 +46,34 @@ def show(console: Console, parts: Iterable[Part]) -> None:
         if isinstance(part, Table):
             console.print(drawn(part))
         else:
-            label = Text(f"{part.label}: ", _STYLES[part.mood or "bold"]) if part.label else Text()
-            text = Text(part.text, "" if part.label else _STYLES[part.mood])
-            console.print(Text.assemble(label, text), highlight=False, soft_wrap=part.whole)
+            console.print(_text(part), highlight=False, soft_wrap=part.whole)
+
+
+def _text(line: Line) -> Text:
+    """Style the label of a line by its mood, or the whole line where it has no label."""
+    if line.label:
+        label = Text(f"{line.label}: ", _STYLES[line.mood or "bold"])
+        return Text.assemble(label, Text(line.text))
+    return Text.assemble(Text(line.text, _STYLES[line.mood]))
 
 
 def drawn(table: Table) -> Grid:
-    """A table as rich draws it, also in a live display."""
-    grid = Grid(
-        box=SIMPLE_HEAD if table.ruled else None, pad_edge=not table.ruled, header_style="bold",
-        padding=(0, 1, 0, 0) if table.ruled else (0, 1), show_header=table.header,
-    )  # fmt: skip
+    """Return a table as rich draws it, also in a live display."""
+    if table.ruled:
+        grid = Grid(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    else:
+        grid = Grid(box=None, pad_edge=True, padding=(0, 1))
+    grid.header_style = "bold"
+    grid.show_header = table.header
     for name in table.columns:
-        heading = name.replace(", ", "\n") if table.ruled else name
+        heading = name
+        if table.ruled:  # its columns are narrow
+            heading = name.replace(", ", "\n")
         side: JustifyMethod = "left" if name in table.words else "right"
         grid.add_column(heading, justify=side, no_wrap=name not in table.folds, overflow="fold")
     for row in table.rows:
-        grid.add_row(*(Text(text, _STYLES[mood(text)] if table.ruled else "") for text in row))
+        if table.ruled:
+            grid.add_row(*(Text(text, _STYLES[mood(text)]) for text in row))
+        else:
+            grid.add_row(*map(Text, row))
     return grid

@@ -1,4 +1,4 @@
-"""`fsdplab report`: loads recorded runs and traces of PyTorch's profiler, shows them, and exports them to other tools:
+"""Loads recorded runs and traces of PyTorch's profiler (`fsdplab report`), shows them, and exports them to other tools:
 TensorBoard, Perfetto, CSV files and PyTorch's memory viewer.
 """
 
@@ -42,16 +42,21 @@ def report_records(
         return
     parts = [path for path in records if has_parts(path)]  # a recorded job whose command is gone
     whole = [path for path in records if path not in parts]
-    loaded = load_all(whole, TraceOptions(ranks, comm_pattern or []), None if outputs.quiet else _print_progress)
+    options = TraceOptions(ranks, comm_pattern or [])
+    on_file = None if outputs.quiet else _print_progress
+    loaded = load_all(whole, options, on_file)
     loaded += [open_record(path) for path in parts]
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     runs = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
-    if tables:  # they take long to make, and the page shows them too
+    if tables:
+        # they take long to make, and the page shows them too
         made = {id(record): tables_of_record(record, peak_of(record)) for record in runs}
         by_label = dict(_of_traces(runs, [*made.values()]))
-        more = [part for name, found in by_label.items() for part in _shown(name, found)]
-        answer = answer_of_runs(runs, reference, outputs, more, lambda record: made[id(record)])
+        more: list[Part] = []
+        for name, of_run in by_label.items():
+            more += _shown(name, of_run)
+        answer = answer_of_runs(runs, reference, outputs, more, tables_of=lambda record: made[id(record)])
         answer = replace(answer, data={**answer.data, "tables": _plain(by_label)})
     else:
         answer = answer_of_runs(runs, reference, outputs)
@@ -71,8 +76,8 @@ def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs:
 
 
 def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[tuple[str, Sequence[Table]]]:
-    """The tables of each record's traces by its label, then those of each other record beside the first."""
-    labels = [each.label for each in views(records)]
+    """Yield the tables of each record's traces by its label, then those of each other record beside the first."""
+    labels = [run.label for run in views(records)]
     yield from zip(labels, made)
     for label, record in zip(labels[1:], records[1:]):
         yield f"{label} beside {labels[0]}", tables_of_pair(records[0], record)
@@ -111,12 +116,15 @@ def _print_progress(done: int, of: int, path: Path) -> None:
 
 # a target of an export, what writes it for one record, and how it is opened
 _EXPORTS = (
-    ("tensorboard", exports.export_tensorboard,
-     "TensorBoard: tensorboard --logdir {}   (pip install torch-tb-profiler)"),
+    (
+        "tensorboard",
+        exports.export_tensorboard,
+        "TensorBoard: tensorboard --logdir {}   (pip install torch-tb-profiler)",
+    ),
     ("perfetto", exports.export_perfetto, "Perfetto: open {} in https://ui.perfetto.dev or chrome://tracing"),
     ("csv", exports.export_csv, "tables: {}"),
     ("snapshot", exports.export_snapshots, "memory snapshots: {}, to open in https://pytorch.org/memory_viz"),
-)  # fmt: skip
+)
 _ODD = re.compile(r"[^\w.]+")  # in the name of a folder; a record may have any text for its strategy
 _LONGEST_NAME = 80
 
@@ -135,6 +143,9 @@ def exported(outputs: Outputs, records: Sequence[RunRecord]) -> Iterator[Line]:
         if name != "perfetto":
             target.mkdir(parents=True, exist_ok=True)
         for number, record in enumerate(records):
-            run = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"
-            export(record, target if len(records) == 1 else target / run)
+            folder = target
+            if len(records) > 1:
+                run = _ODD.sub("-", view(record).label)[:_LONGEST_NAME]
+                folder = target / f"{number}-{run}"
+            export(record, folder)
         yield Line(opened.format(target))

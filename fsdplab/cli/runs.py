@@ -1,4 +1,4 @@
-"""The answer of `run`, `compare` and `report`: finished runs as a table, with their verdicts, findings and legend."""
+"""Answers `run`, `compare` and `report`: finished runs as a table, with their verdicts, findings and legend."""
 
 from __future__ import annotations
 
@@ -23,45 +23,54 @@ _MOST_WHOLE = 7  # a table of so few columns fits 80 characters, and breaks name
 
 
 def answer_of_runs(
-    records: Sequence[RunRecord], reference: RunRecord | None, outputs: Outputs, more: Sequence[Part] = (),
+    records: Sequence[RunRecord],
+    reference: RunRecord | None,
+    outputs: Outputs,
+    more: Sequence[Part] = (),
     tables_of: TablesOf | None = None,
-) -> Answer:  # fmt: skip
-    """Of one run what is wrong with it; the runs beside their reference (the finished record of the twin), then `more`;
-    findings unless quiet.
+) -> Answer:
+    """Show the runs beside their reference (the finished record of the twin), then `more`.
 
-    `tables_of` returns the tables of a record's traces for the page, where they have been made.
+    Of a single run its diagnosis comes first. Notes and findings follow the table, unless quiet. `tables_of` returns
+    the tables of a record's traces for the page, where they have been made.
     """
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     parts: list[Part] = [*parts_of_runs(shown, reference, outputs)]
-    if len(records) == 1 and (sentence := diagnosis(records[0])):
-        parts.insert(0, Line(sentence, mood="bold"))
-    if drift := drift_sentence(comparison):
+    if len(records) == 1:
+        sentence = diagnosis(records[0])
+        if sentence:
+            parts.insert(0, Line(sentence, mood="bold"))
+    drift = drift_sentence(comparison)
+    if drift:
         parts.append(Line(drift, mood="bold"))
     if not outputs.quiet:
         parts += [*_notes(records), *_findings(records, outputs.verbose)]
     parts += more
     if outputs.verbose:
         parts += _output_of_ranks(records)
-    return Answer(
-        parts, comparison, lambda: figures.comparison_page(comparison, shown, records=records, tables_of=tables_of)
-    )
+
+    def page() -> str:
+        return figures.comparison_page(comparison, shown, records=records, tables_of=tables_of)
+
+    return Answer(parts, comparison, page)
 
 
 def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, outputs: Outputs) -> Iterator[Part]:
-    """What the ranks lacked of cores, the answer in one sentence, the table, and what its times are; verbose also every
-    column, the legend, and what was measured, emulated or simulated.
+    """Yield what the ranks lacked of cores, the answer in one sentence, the table, and what its times are; verbose also
+    every column, the legend, and what was measured, emulated or simulated.
     """
-    core = core_words(shown)
-    if core:
-        yield Line(core, mood="bad")
-    if sentence := conclusion(shown):
+    lacking_cores = core_words(shown)
+    if lacking_cores:
+        yield Line(lacking_cores, mood="bad")
+    sentence = conclusion(shown)
+    if sentence:
         yield Line(sentence, mood="bold")
     yield board(shown)
     if shown and all(run.matches for run in shown):
         yield Line("Losses agree with the unsharded twin's.")
     if not outputs.quiet:
-        yield from _clocks(shown, measured=not core)
+        yield from _clocks(shown, measured=not lacking_cores)
     if outputs.verbose:
         yield from _explained(shown, reference)
     for run in shown:
@@ -70,7 +79,7 @@ def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, outputs
 
 
 def board(shown: Sequence[RunView]) -> Table:
-    """The comparison in six columns, which fit a terminal; a line below says whether the losses agree."""
+    """Tabulate the comparison in six columns, which fit a terminal; a line below says whether the losses agree."""
     return _table(shown, [name for name in brief(shown)[1:] if name != "losses"])
 
 
@@ -85,21 +94,25 @@ def _table(shown: Sequence[RunView], columns: Sequence[str]) -> Table:
 
 
 def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:
-    """What the simulated times are, and how far the measured ones differ."""
-    if clock := clock_words(shown):
+    """Yield what the simulated times are, and how far the measured ones differ."""
+    clock = clock_words(shown)
+    if clock:
         yield Line(clock)
     timed = [run for run in shown if run.step_median and run.engine != "twin"]
     if len(timed) > 1 and measured:
+        cores = ""
         shares = [run.summary.cpu_share for run in timed if run.summary.cpu_share is not None]
-        cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps" if shares else ""
+        if shares:
+            cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps"
         yield Line(f"Measured: {step_words(timed)}{cores}.")
         yield from map(Line, step_sources(shown))
 
 
 def _explained(shown: Sequence[RunView], reference: RunRecord | None) -> Iterator[Part]:
-    """Every column, as two tables (memory, and all else), what they mean, and where the numbers are from."""
+    """Yield every column, as two tables (memory, and all else), what they mean, and where the numbers are from."""
     memory = ("peak", SPLIT, "predicted")
-    yield _table(shown, [name for name in EVERY_COLUMN if name not in (*memory, "strategy", "engine")])
+    apart = (*memory, "strategy", "engine")  # the label of a run names its strategy and engine
+    yield _table(shown, [name for name in EVERY_COLUMN if name not in apart])
     yield _table(shown, memory)
     yield Line(legend(EVERY_COLUMN), mood="dim")
     for word, what in provenance(list(shown)):
@@ -110,19 +123,24 @@ def _explained(shown: Sequence[RunView], reference: RunRecord | None) -> Iterato
 
 
 def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
-    """What a model of one's own turned out to be, what the tables of traces leave out, and what could not be seen of a
-    recorded job.
-    """
-    told = (note for record in records for note in (record.environment.get("workload") or {}).get("notes", ()))
-    yield from (Line(str(note), "model") for note in dict.fromkeys(told))
+    """Yield the notes on a user's own model, once for all runs; then those on each recorded job and on its traces."""
+    of_models: dict[str, None] = {}
     for record in records:
-        for note in (*record.summary.notes, *(record.summary.traces.notes if record.summary.traces else ())):
+        workload = record.environment.get("workload") or {}
+        of_models |= dict.fromkeys(str(note) for note in workload.get("notes", ()))
+    for note in of_models:
+        yield Line(note, "model")
+    for record in records:
+        for note in record.summary.notes:
             yield Line(note, "note")
+        if record.summary.traces:
+            for note in record.summary.traces.notes:
+                yield Line(note, "note")
 
 
 def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
-    """Of several runs three findings in all, first those against which a change gains most; verbose, or of one run, at
-    most five a run.
+    """Yield three findings on several runs, first those against which a change gains most; verbose, or for a single
+    run, at most five a run.
     """
     if len(records) == 1 or verbose:
         yield from _all_findings(records)
@@ -133,29 +151,31 @@ def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
 
 
 def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:
-    costs = {shown.label: profiling_cost(record) for shown, record in zip(views(records), records)}
-    for label, found in findings_by_run(records):
-        memory = ", and what fills its memory" if any(finding.of == "memory" for finding in found) else ""
+    costs = {run.label: profiling_cost(record) for run, record in zip(views(records), records)}
+    for label, findings in findings_by_run(records):
+        memory = ", and what fills its memory" if any(finding.of == "memory" for finding in findings) else ""
         yield Line(f"\n{label}: what a step lost time to{memory}", mood="bold")
-        if cost := costs.get(label):
+        cost = costs.get(label)
+        if cost:
             yield Line(f"  {cost}")
-        for number, finding in enumerate(found, start=1):
+        for number, finding in enumerate(findings, start=1):
             yield Line(f"  {number}. {finding.title}. {finding.text}")
             yield Line(f"     -> {finding.remedy}", mood="dim")
-        if not found:
+        if not findings:
             yield Line("  nothing stands out in the profiled steps")
 
 
 def _output_of_ranks(records: Sequence[RunRecord]) -> Iterator[Line]:
-    """The output of the ranks, each line with its run and rank."""
+    """Yield the output of the ranks, each line with its run and rank."""
     for record in records:
         for path in sorted((record.path / "ranks").glob("rank*.*")):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            printed = path.read_text(encoding="utf-8", errors="replace")
+            for line in printed.splitlines():
                 yield Line(f"{view(record).label}, {path.stem}: {line}")
 
 
 def recorded_in(folder: Path) -> Line:
-    """Where a record is, and how to show it again."""
+    """Say where a record is, and how to show it again."""
     return Line(f"recorded in {folder}; show it again with: fsdplab report {folder}")
 
 
@@ -164,7 +184,9 @@ def end_if_failed(records: Sequence[RunRecord]) -> None:
     reports = []
     for record in records:
         if record.status == "failed":
-            told = map((record.failure or {}).get, ("message", "traceback"))
-            reports.append(f"{view(record).label}: " + "\n".join(filter(None, told)))
+            failure = record.failure or {}
+            texts = [failure.get("message"), failure.get("traceback")]
+            report = "\n".join(text for text in texts if text)
+            reports.append(f"{view(record).label}: {report}")
     if reports:
         raise RunError("\n\n".join(reports))

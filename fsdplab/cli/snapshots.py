@@ -1,4 +1,4 @@
-"""The answer of `report` where it is given memory snapshots of PyTorch's CUDA allocator."""
+"""Answers `report` where it is given memory snapshots of PyTorch's CUDA allocator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_HISTORY = (
 
 
 def answer_of_snapshots(paths: Sequence[Path]) -> Answer:
-    """What fills each device of each file, the fullest first.
+    """Return what fills each device of each file, the fullest first.
 
     Raises SnapshotError where a file cannot be read, or no file holds any memory.
     """
@@ -63,7 +63,7 @@ def _parts(devices: Mapping[str, DeviceMemory]) -> Iterator[Part]:
 
 
 def _plain(memory: DeviceMemory) -> dict[str, Any]:
-    """A device as JSON, without the moments: a figure shows them."""
+    """Return a device as JSON, without the moments: a figure shows them."""
     fields = asdict(memory)
     del fields["moments"]
     return {"sentence": memory.sentence, **fields}

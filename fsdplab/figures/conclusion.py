@@ -94,7 +94,10 @@ def change_words(runs: Sequence[RunView]) -> str:
     change = None if run is None else run.summary.change
     if run is None or change is None or not change.words:
         return ""
-    memory = f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)" if change.peak_bytes else ""
+    memory = ""
+    if change.peak_bytes:
+        before = f" instead of {size(run.peak)}" if run.peak else ""  # of a run whose memory was not measured
+        memory = f", {size(change.peak_bytes)}{before} (predicted)"
     gain = f"{percent(known(change.gain))} more tokens/s (simulated)"
     return f"Most valuable change to {run.label}: {change.words}: {gain}{memory}."
 

@@ -1,4 +1,4 @@
-"""Recording a training job that was not written for the lab: its steps, its memory by category, its traces.
+"""Records a training job that was not written for the lab: its steps, its memory by category, its traces.
 
 `fsdplab record --out DIR -- COMMAND` (launch.py) starts the job with a folder on PYTHONPATH that hooks what takes steps
 (hooks.py); each process that takes one is a rank and records itself (rank.py); the parts become a RunRecord

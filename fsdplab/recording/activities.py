@@ -1,4 +1,4 @@
-"""What a job does in a step besides forward, backward and update: counted and timed where it is called.
+"""Counts and times what a job does in a step besides forward, backward and update, where it is called.
 
 A trace shows operators and collectives, and not why they ran: a state dict is copies, an evaluation is a forward, and
 the garbage collector is nothing at all. So functions of torch are wrapped that a loop calls for such things. Of calls
@@ -44,10 +44,23 @@ if TYPE_CHECKING:
 
 # collectives that a loop may call itself; those without bytes that a rank would know are counted only
 OWN = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object", "scatter", "all_to_all",
-    "all_to_all_single", "barrier", "monitored_barrier",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "gather",
+    "gather_object",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+)
 # modules whose collectives are an engine's, or of a trainer's loop, which tells all ranks of a signal in each step
 _ENGINES = ("torch.", "fsdplab.", "deepspeed.", "lightning.pytorch.loops.", "pytorch_lightning.loops.")
 
@@ -95,7 +108,7 @@ def _wrap(owner: Any, attribute: str, name: str, recorder: RankRecorder) -> None
 
 
 def _wrap_all(owners: list[Any], attribute: str, name: str, recorder: RankRecorder) -> None:
-    """The same function under several names."""
+    """Wrap the same function under several names."""
     wrapper = counted(getattr(owners[0], attribute), name, recorder)
     for owner in owners:
         setattr(owner, attribute, wrapper)
@@ -201,7 +214,7 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
 
 
 def _bytes_of(args: tuple[Any, ...]) -> int:
-    """Bytes of the largest tensor that a collective was given."""
+    """Return bytes of the largest tensor that a collective was given."""
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
     return max((each.numel() * each.element_size() for each in tensors), default=0)
 

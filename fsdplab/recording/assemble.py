@@ -1,5 +1,5 @@
-"""The record of a recorded job, from what its ranks left: for the launcher at its end, and for whoever opens the folder
-of a job whose launcher is gone.
+"""Makes the record of a recorded job from what its ranks left: for the launcher at its end, and for whoever opens the
+folder of a job whose launcher is gone.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,15 @@ class NothingRecorded(UserError, RuntimeError):
 
 
 def open_record(folder: str | Path) -> RunRecord:
-    """The record in a folder, which is made first where ranks have left the parts of one.
+    """Open the record in a folder; it is made first where ranks have left the parts of one.
 
     RecordError as `RunRecord.load`, and while ranks still record; NothingRecorded where no rank has taken a step.
     """
     place = Path(folder)
     if not has_parts(place):
         return RunRecord.load(place)
-    if busy := _recording(place):
+    busy = _recording(place)
+    if busy:
         raise RecordError(f"{plural(len(busy), 'rank')} of the job still record into {place}; open it when they have")
     return assemble(place)
 
@@ -55,13 +56,13 @@ def wait_for_ranks(folder: Path, within_s: float = 60.0) -> None:
 
 
 def _recording(folder: Path) -> list[int]:
-    """The ranks that still record into `folder`."""
+    """Return the ranks that still record into `folder`."""
     files = sorted((folder / "ranks").glob("rank*.steps"))
     return [int(path.name[4:-6]) for path in files if is_locked(path)]
 
 
 def has_parts(folder: Path) -> bool:
-    """Whether ranks have left something in `folder` of which no record has been made yet."""
+    """Return whether ranks have left something in `folder` of which no record has been made yet."""
     return not (folder / "run.json").exists() and (folder / "ranks" / FILE).exists()
 
 
@@ -75,15 +76,12 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     abouts = mailbox.reports("about")
     if not abouts:
         raise NothingRecorded(NOTHING)
-    lines = [(rank, line) for rank in abouts for line in read_lines(mailbox.of(rank, "steps"))]
-    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "core_wait_s": None} for rank, line in lines]
-    # the later one where there are two: the first step's end came later than it seemed
-    steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
+    steps = _steps(mailbox, abouts)
     activities = _activities(steps)
     _leave_out_evaluations(steps, activities)
-    memory, results, subjects = (mailbox.reports(kind) for kind in ("memory", "result", "subject"))
+    memory, results = mailbox.reports("memory"), mailbox.reports("result")
     tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
-    spec = {"engine": "plain", "strategy": "no_shard", **_any(subjects)}
+    spec = {"engine": "plain", "strategy": "no_shard", **_any(mailbox.reports("subject"))}
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
     environment = _any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]}
     failed = not results and exit_code not in (None, 0)
@@ -93,6 +91,11 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
         *_of_ranks(mailbox, abouts),
         *_unseen(settings, summary, spec, steps, tables, exit_code),
     ]
+    memory_rows, life = [], []
+    for peak in memory.values():
+        memory_rows += peak["rows"]
+    for result in results.values():
+        life += result["life"]
     record = RunRecord(
         folder,
         spec=spec,
@@ -103,8 +106,8 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
         provenance=dict.fromkeys(("losses", "step_time_s", "peak_memory_bytes", "exposed_s"), "measured"),
         tables={
             "steps": steps,
-            "memory": [row for peak in memory.values() for row in peak["rows"]],
-            "life": [row for result in results.values() for row in result["life"]],
+            "memory": memory_rows,
+            "life": life,
             **tables,
             "activities": [*activities, *tables["activities"]],
         },
@@ -113,18 +116,30 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     return record
 
 
+def _steps(mailbox: Mailbox, ranks: Iterable[int]) -> list[Row]:
+    """Read the rows of all steps, in the order of `ranks`."""
+    by_step: dict[tuple[int, int], Row] = {}
+    for rank in ranks:
+        for line in read_lines(mailbox.of(rank, "steps")):
+            row: Row = {"rank": rank, **dict(zip(COLUMNS, line)), "core_wait_s": None}
+            # the later one where there are two: the first step's end came later than it seemed
+            by_step[rank, row["step"]] = row
+    return [*by_step.values()]
+
+
 def _activities(steps: Sequence[Row]) -> list[Row]:
-    """What ranks did besides training, which is taken out of the rows of their steps: a row a rank, step and name."""
-    found = []
-    for row in steps:
-        for name, (count, took_ns, nbytes) in (row.pop("activities", None) or {}).items():
-            where = {"rank": row["rank"], "step": row["step"], "name": name}
-            found.append({**where, "count": count, "took_ns": took_ns, "nbytes": nbytes})
-    return found
+    """Take what ranks did besides training out of the rows of their steps: a row a rank, step and name."""
+    rows = []
+    for step in steps:
+        activities = step.pop("activities", None) or {}
+        for name, (count, took_ns, nbytes) in activities.items():
+            where = {"rank": step["rank"], "step": step["step"], "name": name}
+            rows.append({**where, "count": count, "took_ns": took_ns, "nbytes": nbytes})
+    return rows
 
 
 def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> None:
-    """A step that holds an evaluation is not timed, unless most do: then their times are those without it."""
+    """Do not time a step that holds an evaluation, unless most do: then their times are those without it."""
     evaluated = {(row["rank"], row["step"]) for row in activities if row["name"] == "evaluation"}
     if 2 * len(evaluated) > len(steps):
         return
@@ -134,43 +149,61 @@ def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> N
 
 
 def _observed(results: Mapping[int, Row]) -> Row:
-    """How the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled steps."""
-    found: Row = _any(results).get("observed", {})
-    waits = {
-        str(rank): [wait for wait in result["core_wait_s"] if wait is not None] for rank, result in results.items()
-    }
-    return found | {"core_wait_s": {rank: statistics.fmean(each) for rank, each in waits.items() if each}}
+    """Return how the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled
+    steps.
+    """
+    mean_waits = {}
+    for rank, result in results.items():
+        waits = [wait for wait in result["core_wait_s"] if wait is not None]
+        if waits:
+            mean_waits[str(rank)] = statistics.fmean(waits)
+    observed: Row = _any(results).get("observed", {})
+    return observed | {"core_wait_s": mean_waits}
 
 
 def _summary(
-    settings: Settings, spec: Row, results: Mapping[int, Row], steps: list[Row], memory: Mapping[int, Row],
+    settings: Settings,
+    spec: Row,
+    results: Mapping[int, Row],
+    steps: list[Row],
+    memory: Mapping[int, Row],
     tables: dict[str, list[Row]],
-) -> Summary:  # fmt: skip
-    """Times are those of the steps in which nothing else was measured, from end to end: with their loading."""
+) -> Summary:
+    """Summarise the job. Times are those of the steps in which nothing else was measured, with their loading."""
     first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
-    timed = measured([_with_loading(row) for row in steps if not first <= row["step"] < settings.end], memory)
-    profiled = [result["profiled_s"] for result in results.values()]
-    shares = [share for result in results.values() if (share := result["cpu_share"]) is not None]
+    undisturbed = [row for row in steps if not first <= row["step"] < settings.end]
+    timed = measured([_with_loading(row) for row in undisturbed], memory)
+    losses: tuple[float | None, ...] = ()
+    if _tells_loss(steps):
+        losses = mean_losses(steps)
+    profiled_steps = settings.end - settings.first if results else 0
+    profiled_s = [result["profiled_s"] for result in results.values()]
+    shares = [result["cpu_share"] for result in results.values() if result["cpu_share"] is not None]
     return replace(
         timed,
-        losses=mean_losses(steps) if _tells_loss(steps) else (),
+        losses=losses,
         tokens_per_s=_tokens_per_s(steps, timed),
         cpu_share=min(shares, default=None),
-        profile=profile_of(settings.end - settings.first if results else 0, profiled, timed, tables),
+        profile=profile_of(profiled_steps, profiled_s, timed, tables),
         comm=communication(tables, spec["world_size"], _sent(results), None),
     )
 
 
 def _with_loading(row: Row) -> Row:
-    """A row of the table `steps` whose time is that of the whole step."""
-    training = row["step_time_s"]
-    return row if training is None else row | {"step_time_s": training + (row["loading_s"] or 0.0)}
+    """Return a row of the table `steps` whose time is that of the whole step."""
+    training_s = row["step_time_s"]
+    if training_s is None:
+        return row
+    return row | {"step_time_s": training_s + (row["loading_s"] or 0.0)}
 
 
 def _sent(results: Mapping[int, Row]) -> Comm | None:
-    """What the rank that sends most sends in a step; None of engines that do not say so themselves."""
-    said = [sent for result in results.values() if (sent := result.get("sent"))]
-    return Comm(*map(max, zip(*said))) if said else None
+    """Return what the rank that sends most sends in a step; None of engines that do not say so themselves."""
+    by_rank = [result["sent"] for result in results.values() if result.get("sent")]
+    if not by_rank:
+        return None
+    nbytes, collectives = map(max, zip(*by_rank))
+    return Comm(nbytes, collectives)
 
 
 def _tells_loss(steps: Sequence[Row]) -> bool:
@@ -178,45 +211,59 @@ def _tells_loss(steps: Sequence[Row]) -> bool:
 
 
 def _tokens_per_s(steps: Sequence[Row], timed: Summary) -> float | None:
-    """Tokens of a step of all ranks over the median step; None where the job did not tell them."""
+    """Return the tokens of a step of all ranks over the median step; None where the job did not tell them."""
     by_step: dict[int, int] = defaultdict(int)
     for row in steps:
         by_step[row["step"]] += row["tokens"] or 0
-    read, median = statistics.median(by_step.values()), timed.step_time_s.median
-    return read / median if read and median else None
+    tokens = statistics.median(by_step.values())
+    step_s = timed.step_time_s.median
+    if not tokens or not step_s:
+        return None
+    return tokens / step_s
 
 
 # ---- what could not be seen
 
 
 def _missing(abouts: Mapping[int, Row]) -> Iterator[str]:
-    """The ranks of which nothing is here: those of another node, whose folder is another one."""
+    """Name the ranks of which nothing is here: those of another node, whose folder is another one."""
     ranks = _any(abouts)["world_size"]
-    if missing := [rank for rank in range(ranks) if rank not in abouts]:
-        listed = ", ".join(map(str, missing[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
-        yield (
-            f"{'rank' if len(missing) == 1 else 'ranks'} {listed} of {ranks} left nothing in this folder: give their"
-            " nodes the environment of `fsdplab record --print-env`, and a folder that all nodes see, or copy what they"
-            " left into this one before the record is made"
-        )
+    missing = [rank for rank in range(ranks) if rank not in abouts]
+    if not missing:
+        return
+    noun = "rank" if len(missing) == 1 else "ranks"
+    listed = ", ".join(map(str, missing[:_NAMED]))
+    if len(missing) > _NAMED:
+        listed += " and others"
+    yield (
+        f"{noun} {listed} of {ranks} left nothing in this folder: give their"
+        " nodes the environment of `fsdplab record --print-env`, and a folder that all nodes see, or copy what they"
+        " left into this one before the record is made"
+    )
 
 
 def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
-    """The sentences that ranks have noted, each with those that noted it."""
-    said: dict[str, list[int]] = defaultdict(list)
+    """Yield the sentences that ranks have noted, each with those that noted it."""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank in abouts:
         for row in read_lines(mailbox.of(rank, "notes")):
-            said[row["words"]].append(rank)
-    for words, ranks in said.items():
-        whose = "every rank" if len(ranks) == len(abouts) > 1 else f"rank {', '.join(map(str, ranks))}"
-        yield f"{whose}: {words}"
+            ranks_of[row["words"]].append(rank)
+    for sentence, ranks in ranks_of.items():
+        whose = f"rank {', '.join(map(str, ranks))}"
+        if len(ranks) == len(abouts) > 1:
+            whose = "every rank"
+        yield f"{whose}: {sentence}"
 
 
 def _unseen(
-    settings: Settings, summary: Summary, spec: Row, steps: Sequence[Row], tables: Mapping[str, Sequence[Row]],
+    settings: Settings,
+    summary: Summary,
+    spec: Row,
+    steps: Sequence[Row],
+    tables: Mapping[str, Sequence[Row]],
     exit_code: int | None,
-) -> Iterator[str]:  # fmt: skip
-    """What this record lacks, and why."""
+) -> Iterator[str]:
+    """Say what this record lacks, and why."""
     taken = 1 + max((row["step"] for row in steps), default=-1)
     if taken < settings.end:
         yield (
@@ -225,11 +272,16 @@ def _unseen(
         )
     if exit_code:
         yield f"the job ended with exit code {exit_code}"
-    unsaid = {row["kind"] for row in tables.get("collectives", ()) if row["logical_bytes"] is None}
-    sent = summary.comm.bytes_per_step
-    if unsaid and sent in (None, sent_per_step(tables["collectives"], spec["world_size"])[0]):
-        so = "not known" if sent is None else "without them"
-        yield f"the traces do not tell the bytes of {', '.join(sorted(unsaid))}, so the bytes sent are {so}"
+    collectives = tables.get("collectives", ())
+    unsaid = {row["kind"] for row in collectives if row["logical_bytes"] is None}
+    if unsaid:
+        sent = summary.comm.bytes_per_step
+        counted, _ = sent_per_step(collectives, spec["world_size"])
+        kinds = ", ".join(sorted(unsaid))
+        if sent is None:
+            yield f"the traces do not tell the bytes of {kinds}, so the bytes sent are not known"
+        elif sent == counted:  # else the engine has counted them itself
+            yield f"the traces do not tell the bytes of {kinds}, so the bytes sent are without them"
     if summary.profile and summary.profile.source and spec["engine"] in ("torch-ddp", *_WITHOUT_UNITS):
         yield "the traces of this engine name no units, so time and bytes are of the whole model"
     if _tells_loss(steps) and not any(row["tokens"] for row in steps):
@@ -242,7 +294,8 @@ _WITHOUT_UNITS = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 def _earlier(taken: int) -> str:
     if taken < 5:
         return "give it at least 5 steps"
-    return f"record it again with --steps {max(4, taken // 2)}:{max(4, taken // 2) + 1}"
+    first = max(4, taken // 2)
+    return f"record it again with --steps {first}:{first + 1}"
 
 
 # ---- the ranks' files

@@ -1,4 +1,4 @@
-"""The recorder by hand: two lines of a training loop, where the job's start is not yours or its step is unusual; and as
+"""Records by hand: two lines of a training loop, where the job's start is not yours or its step is unusual; and as
 a callback, for loops that are somebody else's: transformers' Trainer, and Lightning.
 """
 
@@ -34,9 +34,15 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "8:16",
-        ranks: tuple[int, ...] | None = None, job: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | Path,
+        model: torch.nn.Module | None,
+        optimizer: Any,
+        *,
+        steps: str = "8:16",
+        ranks: tuple[int, ...] | None = None,
+        job: str | None = None,
+    ) -> None:
         place = Path(folder).absolute()
         settings = Settings(str(place), *steps_of(steps), ranks=ranks, job=job or Path(sys.argv[0]).name)
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -54,8 +60,8 @@ class Recorder:
             self._claimed = place
 
     def step(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:
-        """The end of a step: call it last in the loop, on every rank. `loss` is the step's, `tokens` those that this
-        rank read in it.
+        """End a step: call it last in the loop, on every rank. `loss` is the step's, `tokens` those that this rank read
+        in it.
         """
         recorder = self._recorder
         if recorder.done:
@@ -80,7 +86,7 @@ class Recorder:
 
 
 def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
-    """A callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
+    """Return a callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.trainer_callback("out")])`. A step's loss is what its backward was called of.
     """
@@ -108,7 +114,7 @@ def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
 
 
 def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
-    """A callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
+    """Return a callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.lightning_callback("out")])`. A step's loss is what its backward was called of.
     """

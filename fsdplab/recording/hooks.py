@@ -1,4 +1,4 @@
-"""Where a recorded job's steps end: the functions of torch and DeepSpeed that take one, wrapped when they are imported.
+"""Wraps the functions of torch and DeepSpeed that end a recorded job's step, when they are imported.
 
 A step ends when the outermost of them returns: `Optimizer.step`, `GradScaler.step` (which may skip the optimizer's), a
 DeepSpeed engine's `step`, or the `backward` in which optimizers stepped. Wrapped is `Optimizer.profile_hook_step`,
@@ -81,7 +81,7 @@ def ends_a_step(
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch.compile leaves it alone: what is around it is compiled in two parts."""
+    """Return the function as torch.compile leaves it alone: what is around it is compiled in two parts."""
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(lambda *args: function(*args))  # which keeps what it makes as an attribute of a function
@@ -108,7 +108,7 @@ def hook_losses(recorder: RankRecorder) -> None:
 
 
 def _hook_scalers(recorder: RankRecorder) -> None:
-    """A step that a GradScaler skips is a step, and the loss that it has scaled is noted as it was."""
+    """Count a step that a GradScaler skips as a step, and note the loss that it has scaled as it was."""
     from torch.amp.grad_scaler import GradScaler
 
     scale = GradScaler.scale
@@ -187,8 +187,8 @@ def _after(note: Callable[[Any], None], function: Callable[..., Any], recorder: 
 
 
 def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
-    """A step of DeepSpeed's engine is one of the job's after the last of its micro-batches, however many optimizers it
-    steps.
+    """Count a step of DeepSpeed's engine as one of the job's after the last of its micro-batches, however many
+    optimizers it steps.
     """
 
     def stepped(engine: Any, *_: Any) -> Any:

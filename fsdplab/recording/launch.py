@@ -1,4 +1,4 @@
-"""`fsdplab record`: runs a command as it would run, with the environment in which its ranks record themselves."""
+"""Runs a command as it would run, with the environment in which its ranks record themselves (`fsdplab record`)."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def run_job(command: Sequence[str], settings: Settings) -> int:
     this = os.getpid()
     try:
         job = subprocess.Popen(
-            command, env=environment(settings, os.environ.items()),
+            command,
+            env=environment(settings, os.environ.items()),
             preexec_fn=lambda: end_with_parent(this, signal.SIGTERM),  # also where this process is killed
-        )  # fmt: skip
+        )
     except OSError as error:
         raise RecordingError(f"{command[0]} cannot be started: {error.strerror}") from None
     with asked_to_end(lambda number, _: _pass_on(job, number)):

@@ -1,4 +1,4 @@
-"""How a recorded job is set up, as far as it may cost time or memory: its optimizer, threads, DDP's options, dtypes.
+"""Reads how a recorded job is set up, as far as it may cost time or memory: optimizer, threads, DDP's options, dtypes.
 
 None of it is seen in a trace. It is read once, around the step whose memory is measured.
 """
@@ -14,48 +14,52 @@ import torch
 from torch import nn
 
 from fsdplab.recording.rows import Place
-from fsdplab.recording.subject import fsdp2_units, holding_state, parameters_of
+from fsdplab.recording.subject import all_holding_state, fsdp2_units, parameters_of
 
 _MOST_BUFFER_BYTES = 100_000_000  # buffers that are larger are not compared
 
 
 class Observed:
-    """What is read of a model and its optimizers: `begin` before a step, `before_backward` in it, `end` after it."""
+    """Reads a model and its optimizers: `begin` before a step, `before_backward` in it, `end` after it."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], place: Place) -> None:
-        self._model, self._optimizers, self._place = model, optimizers, place
-        self._buffers: list[torch.Tensor] = []
-        self._kept: int | None = None
-        self._unused = 0
-        self._asleep: dict[str, int] = {}
+        self._model = model
+        self._optimizers = optimizers
+        self._place = place
+        self._buffers: list[torch.Tensor] = []  # copies of their values before the step
+        self._kept_gradient_bytes: int | None = None
+        self._unused = 0  # parameters without a gradient
+        self._asleep: dict[str, int] = {}  # layers that evaluate while the model is trained, by class
         self._has_anomaly_mode = False
 
     def begin(self) -> None:
-        """The step begins: keep the values of buffers that DDP sends in each forward."""
+        """Copy the values of buffers that DDP sends in each forward, before the step."""
         buffers = list(self._model.buffers())
         if getattr(self._model, "broadcast_buffers", False) and _bytes(buffers) <= _MOST_BUFFER_BYTES:
-            self._buffers = [each.detach().clone() for each in buffers]
+            self._buffers = [buffer.detach().clone() for buffer in buffers]
 
     def before_backward(self) -> None:
-        """The first backward of the step begins: gradients that are there already are those of the step before."""
-        if self._kept is None:
+        """Count, at the first backward of the step, the gradients that are still there from the step before."""
+        if self._kept_gradient_bytes is None:
             self._has_anomaly_mode = torch.is_anomaly_enabled()
-            self._asleep = {} if self._model.training else _asleep(self._model)
-            self._kept = _bytes(each.grad for each in parameters_of(self._optimizers) if each.grad is not None)
+            if not self._model.training:
+                self._asleep = _asleep(self._model)
+            gradients = [parameter.grad for parameter in parameters_of(self._optimizers)]
+            self._kept_gradient_bytes = _bytes(gradient for gradient in gradients if gradient is not None)
 
     def end(self) -> None:
-        """The step has ended, and its gradients may still be there."""
-        parameters = [each for each in parameters_of(self._optimizers) if each.requires_grad]
-        self._unused = sum(each.grad is None for each in parameters)
+        """Count the parameters without a gradient, after the step."""
+        parameters = [parameter for parameter in parameters_of(self._optimizers) if parameter.requires_grad]
+        self._unused = sum(parameter.grad is None for parameter in parameters)
 
     def as_report(self, autocast: str) -> dict[str, Any]:
-        """Everything, for the rank's report."""
+        """Return everything, for the rank's report."""
         return {
             "autocast": autocast,
             "threads": torch.get_num_threads(),
             "cores": _cores(),
             "ranks_of_a_node": self._place.of_a_node,
-            "kept_gradient_bytes": self._kept or 0,
+            "kept_gradient_bytes": self._kept_gradient_bytes or 0,
             "unused_parameters": self._unused,
             "asleep": self._asleep,
             "anomaly_mode": self._has_anomaly_mode,
@@ -65,25 +69,28 @@ class Observed:
         }
 
     def _optimizer(self) -> dict[str, Any]:
-        """Its class, and whether it steps one tensor after the other."""
-        inner = [held for each in self._optimizers for held in holding_state(each)]
-        groups = [group for each in inner for group in getattr(each, "param_groups", ())]
-        loops = any(self._loops(group) for group in groups)
-        is_told_to = loops and any(group.get("foreach") is False for group in groups)
-        names = sorted({type(each).__name__ for each in inner})
-        number = sum(len(group["params"]) for group in groups)
+        """Return its class, and whether it steps one tensor after the other, by its choice or as it is told to."""
+        names, loops, is_told_to, number = set(), False, False, 0
+        for optimizer in all_holding_state(self._optimizers):
+            names.add(type(optimizer).__name__)
+            for group in getattr(optimizer, "param_groups", ()):
+                loops = loops or self._loops(group)
+                is_told_to = is_told_to or group.get("foreach") is False
+                number += len(group["params"])
         return {
-            "optimizer": ", ".join(names),
+            "optimizer": ", ".join(sorted(names)),
             "optimizer_loops": loops,
-            "told_to_loop": is_told_to,
+            "told_to_loop": loops and is_told_to,
             "parameters": number,
         }
 
     def _loops(self, group: dict[str, Any]) -> bool:
-        """Whether a group steps its tensors one by one although its optimizer could do otherwise."""
+        """Return whether a group steps its tensors one by one although its optimizer could do otherwise."""
         if "foreach" not in group or group.get("fused"):
             return False
-        return group["foreach"] is False or (group["foreach"] is None and self._place.device.type == "cpu")
+        if group["foreach"] is None:  # torch's choice
+            return self._place.device.type == "cpu"
+        return group["foreach"] is False
 
     def _ddp(self) -> dict[str, Any]:
         if not isinstance(self._model, nn.parallel.DistributedDataParallel):
@@ -102,28 +109,38 @@ class Observed:
 
     def _fsdp2(self) -> dict[str, Any]:
         units = fsdp2_units(self._model)
-        ahead = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
-        return {"prefetches_forward": any(ahead)} if units else {}
+        if not units:
+            return {}
+        prefetched = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
+        return {"prefetches_forward": any(prefetched)}
 
 
 def _asleep(model: nn.Module) -> dict[str, int]:
-    """The layers, by their class, that do something else while a model is trained, and are set to evaluate."""
+    """Count by class the layers that do something else while a model is trained, and are set to evaluate."""
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd
 
-    layers = [each for each in model.modules() if isinstance(each, (_BatchNorm, _DropoutNd)) and not each.training]
-    used = [each for each in layers if getattr(each, "p", 1) > 0]
-    return dict(Counter(type(each).__name__ for each in used))
+    counts = Counter[str]()
+    for layer in model.modules():
+        if not isinstance(layer, (_BatchNorm, _DropoutNd)) or layer.training:
+            continue
+        if getattr(layer, "p", 1) > 0:  # a dropout of nothing does the same in both modes
+            counts[type(layer).__name__] += 1
+    return dict(counts)
 
 
 def _bytes(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> int:
-    """Bytes of what this rank holds of some tensors."""
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
-    return sum(each.numel() * each.element_size() for each in local)
+    """Sum the bytes of what this rank holds of some tensors."""
+    nbytes = 0
+    for tensor in tensors:
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        nbytes += tensor.numel() * tensor.element_size()
+    return nbytes
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""One rank of a recorded job: it notes each step, and in the middle of the job measures a few.
+"""Records one rank of a job: notes each step, and measures a few in the middle of the job.
 
 A process becomes a rank when an optimizer steps in it, so agents, data loader workers and subprocesses are none. Its
 steps have the job's own numbers, from 0; a step lasts from the end of the one before to its own end, less what data
@@ -56,7 +56,7 @@ class RankRecorder:
     # ---- told by hooks
 
     def enter(self) -> None:
-        """A function begins after which a step may have ended."""
+        """Note that a function begins after which a step may have ended."""
         self._depth += 1
 
     def leave(self, stepped: Any) -> None:
@@ -68,7 +68,7 @@ class RankRecorder:
             self.stepped(stepped)
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped, and its range in a trace is closed."""
+        """Note that an optimizer has stepped, and its range in a trace is closed."""
         if self.done:
             return
         try:
@@ -92,7 +92,7 @@ class RankRecorder:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def mode_is_set(self, module: torch.nn.Module, trains: bool) -> None:
-        """A module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
+        """Note that a module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
         if not _trains(module, self._optimizers):
             return
         if trains:
@@ -101,14 +101,14 @@ class RankRecorder:
             self.taken.evaluated, self.taken.evaluates_since = module, time.perf_counter_ns()
 
     def profiler_starts(self) -> None:
-        """The job starts a profiler of its own, beside which no other one sees anything."""
+        """Note that the job starts a profiler of its own, beside which no other one sees anything."""
         if self._window is not None:
             self._window.drop("the job's own profiler began in step {step}, so this recording has no trace")
 
     # ---- one step after the other
 
     def end_by_hand(self, optimizers: Sequence[Any], loss: torch.Tensor | float | None, tokens: int | None) -> None:
-        """A step has ended, as the loop itself says."""
+        """End a step, as the loop itself says."""
         try:
             if loss is not None:
                 self.taken.note_loss(torch.as_tensor(loss))
@@ -118,7 +118,7 @@ class RankRecorder:
             self.give_up(f"{type(error).__name__}: {error}")
 
     def end_step(self, optimizers: Sequence[Any]) -> None:
-        """A step has ended, in which these optimizers stepped; what follows is the next one's."""
+        """End a step, in which these optimizers stepped; what follows is the next one's."""
         now = time.perf_counter()
         self._optimizers = optimizers
         if self._rows is None:
@@ -142,7 +142,7 @@ class RankRecorder:
         self._begin()
 
     def _end_first_step(self) -> None:
-        """The first step has ended, unless an optimizer that has not stepped yet does so before one steps again."""
+        """End the first step, unless an optimizer that has not stepped yet does so before one steps again."""
         losses, self._step = [*self.taken.first_losses, *self.taken.losses], 0
         self._began = None
         self.end_step(self._round.optimizers)
@@ -203,7 +203,7 @@ class Round:
         self._is_known = False
 
     def is_first_of(self, optimizer: Any) -> bool:
-        """Whether this optimizer has not stepped before, and no other one has stepped twice."""
+        """Return whether this optimizer has not stepped before, and no other one has stepped twice."""
         if self._is_known:
             return False
         self._is_known = any(optimizer is each for each in self.optimizers)
@@ -213,7 +213,7 @@ class Round:
 
 
 def _trains(module: torch.nn.Module, optimizers: Sequence[Any]) -> bool:
-    """Whether a module holds most of what these optimizers step: its evaluation is one of the model."""
+    """Return whether a module holds most of what these optimizers step: its evaluation is one of the model."""
     stepped = {id(each): each.numel() for each in parameters_of(optimizers)}
     held = sum(stepped.get(id(each), 0) for each in module.parameters())
     return 2 * held > sum(stepped.values())

@@ -1,4 +1,4 @@
-"""The row of each step of one rank, written as soon as its times are known.
+"""Writes the row of each step of one rank as soon as its times are known.
 
 On a GPU the host runs ahead, so a step's time is that between two events on the device, and its loss is copied to the
 host beside the step's other work. Both are read once the second event has passed, which is asked and never waited for.
@@ -61,7 +61,7 @@ class Taken:
     clipped: set[tuple[int, ...]] = field(default_factory=set)
 
     def may_begin(self) -> bool:
-        """Whether an activity that begins now is inside no other one, and is of the loop's own thread."""
+        """Return whether an activity that begins now is inside no other one, and is of the loop's own thread."""
         self.end_evaluation()
         return not self.is_busy and self.evaluates_since is None and is_main_thread()
 
@@ -77,7 +77,7 @@ class Taken:
             self.evaluates_since = None
 
     def note(self, name: str, took_ns: int, nbytes: int = 0) -> None:
-        """An activity has ended."""
+        """Note an activity that has ended."""
         found = self.activities.setdefault(name, [0, 0, 0])
         found[0] += 1
         found[1] += took_ns
@@ -114,7 +114,7 @@ class StepRows:
 
     @classmethod
     def claimed(cls, settings: Settings, place: Place) -> StepRows | None:
-        """The rank's rows; None, and a note, where another process has been this rank."""
+        """Return the rank's rows; None, and a note, where another process has been this rank."""
         path = settings.mailbox.of(place.rank, "steps")
         _make_ranks_folder(settings)
         try:
@@ -129,7 +129,7 @@ class StepRows:
         return cls(settings, place, file)
 
     def add(self, step: int, seconds: float | None, taken: Taken) -> None:
-        """A step has ended after `seconds` of the host's time, None where it is not timed."""
+        """Add a step that has ended after `seconds` of the host's time, None where it is not timed."""
         mark = None
         if self.place.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
@@ -147,7 +147,7 @@ class StepRows:
         self._written_at = time.perf_counter()
 
     def _row(self, step: _Step) -> list[Any]:
-        """The values of `COLUMNS`."""
+        """Return the values of `COLUMNS`."""
         seconds, loading_s = step.seconds, None if step.seconds is None else step.taken.loading_s
         if step.mark is not None:  # what the loader took is hidden behind the device's work, as far as it can be
             if seconds is not None and self._last_mark is not None:
@@ -200,5 +200,5 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def is_main_thread() -> bool:
-    """Whether the loop itself calls, and not a thread that saves a checkpoint beside it."""
+    """Return whether the loop itself calls, and not a thread that saves a checkpoint beside it."""
     return threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""What is recorded of a job, and where: the launcher's words to every process of the job, in its environment."""
+"""Describes what is recorded of a job, and where: the launcher passes it to every process of the job by environment."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Settings:
         return self.end - 1 + TIMED_AFTER
 
     def memory_step(self, warmup: int) -> int:
-        """The step whose memory is measured: before the `warmup` steps that the profiler throws away, and one more.
+        """Return the step whose memory is measured: before the `warmup` steps that the profiler throws away, and one
+        more.
 
         A step that is compiled ends inside a range that torch opens around compiled code. If one profiler stopped there
         and the next one started, the end of that range would write into the first, whose memory is freed by then.
@@ -66,7 +67,7 @@ class Settings:
         return self.first - warmup - 2
 
     def measures(self, rank: int, world_size: int, of_a_node: int) -> bool:
-        """Whether this rank is profiled, or only timed."""
+        """Return whether this rank is profiled, or only timed."""
         if self.ranks is not None:
             return rank in self.ranks
         return world_size <= MOST_RANKS or rank < min(of_a_node, MOST_RANKS)
@@ -77,13 +78,13 @@ class Settings:
 
     @classmethod
     def of_environment(cls) -> Settings | None:
-        """What the launcher said; None in a process of no recorded job."""
+        """Return what the launcher said; None in a process of no recorded job."""
         said = os.environ.get(VARIABLE)
         return None if said is None else cls.read(said)
 
     @classmethod
     def read(cls, text: str) -> Settings:
-        """The settings that `as_text` wrote."""
+        """Return the settings that `as_text` wrote."""
         content = json.loads(text)
         return cls(**{**content, "ranks": content["ranks"] and tuple(content["ranks"])})
 
@@ -97,7 +98,9 @@ def steps_of(text: str) -> tuple[int, int]:
 
 
 def environment(settings: Settings, base: Collection[tuple[str, str]]) -> dict[str, str]:
-    """The environment of a recorded job: `base` and two variables, and no lines of the profiler's in what it prints."""
+    """Return the environment of a recorded job: `base` and two variables, and no lines of the profiler's in what it
+    prints.
+    """
     variables = {"KINETO_LOG_LEVEL": "99", **dict(base)}
     above = variables.get("PYTHONPATH")
     return {

@@ -1,4 +1,4 @@
-"""The few steps in the middle of a job that are measured: the memory of one by category, and a trace of the next ones.
+"""Measures a few steps in the middle of a job: the memory of one by category, and a trace of the next ones.
 
 Everything here happens between two steps. What is measured is written when it is complete, so that a job which dies
 afterwards, however it does, leaves a whole record.
@@ -32,15 +32,17 @@ from fsdplab.sessions.worker.environment import capture_environment
 
 
 class _Sent:
-    """What this rank sends through the lab's engine, which alone says so itself: its collectives and their bytes."""
+    """Counts what this rank sends through the lab's engine, which alone says so itself: collectives and their bytes."""
 
     def __init__(self) -> None:
-        self.collectives = self.wire_bytes = 0
+        self.collectives = 0
+        self.wire_bytes = 0
 
     def on_event(self, event: events.Event) -> None:
         """Count a collective."""
         if isinstance(event, events.Collective):
-            self.collectives, self.wire_bytes = self.collectives + 1, self.wire_bytes + event.wire_bytes
+            self.collectives += 1
+            self.wire_bytes += event.wire_bytes
 
 
 class _Dropped(Exception):
@@ -51,11 +53,20 @@ class Window:
     """Measures the steps of `settings` on this rank; `between` is called after every step and before the next."""
 
     def __init__(
-        self, settings: Settings, place: Place, rows: StepRows, optimizers: Sequence[Any],
-        model: torch.nn.Module | None, tags: TagLog | None,
-    ) -> None:  # fmt: skip
-        self._settings, self._place, self._rows = settings, place, rows
-        self._optimizers, self._model, self._tags = optimizers, model, tags
+        self,
+        settings: Settings,
+        place: Place,
+        rows: StepRows,
+        optimizers: Sequence[Any],
+        model: torch.nn.Module | None,
+        tags: TagLog | None,
+    ) -> None:
+        self._settings = settings
+        self._place = place
+        self._rows = rows
+        self._optimizers = optimizers
+        self._model = model
+        self._tags = tags
         self._warmup = 1 if place.device.type == "cuda" else 0
         self._memory_step = settings.memory_step(self._warmup)
         self._open = ExitStack()
@@ -63,7 +74,8 @@ class Window:
         self._memory: MemoryRecorder | None = None
         self._profiler: profiler.StepProfiler | None = None
         self._is_starting = False
-        self._ended, self._units = -1, profiler.UnitStateLog(place.rank)
+        self._ended = -1  # the step that has ended last
+        self._units = profiler.UnitStateLog(place.rank)
         self._sent: _Sent | None = None
         self._observed: Observed | None = None
         self.autocast = ""  # the type in which autocast computes, "" where it does not
@@ -73,7 +85,7 @@ class Window:
         self._cpu_share: float | None = None
 
     def between(self, ended: int, seconds: float, evaluated: bool) -> None:
-        """Step `ended` has ended after `seconds`, and the next one begins when this returns."""
+        """Begin or end what is measured, after step `ended`, which took `seconds`, and before the next one."""
         self._ended = ended
         if self._settings.first - 1 <= ended < self._settings.end:
             self._note_core_wait()
@@ -94,7 +106,7 @@ class Window:
             self._if_no_other_profiles(self._begin_profile)
 
     def before_backward(self) -> None:
-        """The loop calls `backward`."""
+        """Look at what is there when the loop calls `backward`."""
         if self._memory is not None and self._observed is not None:
             self._observed.before_backward()
 
@@ -111,13 +123,13 @@ class Window:
         self._is_starting = False
 
     def close(self) -> None:
-        """Nothing more is measured."""
+        """Measure nothing more."""
         self._open.__exit__(_Dropped, _Dropped(), None)
         if self._profiler is not None:
             self._profiler.stop()
 
     def _if_no_other_profiles(self, begin: Callable[[], None]) -> None:
-        """Profilers of one process see nothing while another one runs."""
+        """Call `begin`, unless a profiler of the job's own runs: ours would see nothing."""
         if torch.autograd._profiler_enabled():
             step = self._ended + 1
             self._rows.note(
@@ -132,27 +144,35 @@ class Window:
     def _begin_memory(self) -> None:
         prepare_profiler(self._place.device)
         self._cpu_share = self._share_of_a_core()
-        self._subject = found = subject_of(self._optimizers, self._model)
+        subject = subject_of(self._optimizers, self._model)
+        self._subject = subject
         mailbox, rank = self._settings.mailbox, self._place.rank
-        for words in found.notes:
-            self._rows.note(words)
+        for note in subject.notes:
+            self._rows.note(note)
         if rank == 0:
             self._write("environment", _environment(self._place.device))
-        self._write("subject", found.as_spec())
-        self._observed = Observed(found.model, self._optimizers, self._place)
+        self._write("subject", subject.as_spec())
+        self._observed = Observed(subject.model, self._optimizers, self._place)
         self._observed.begin()
         self._open.callback(events.subscribe(self._units.on_event))
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
-            model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
-            tags=self._tags, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
-        )  # fmt: skip
+            model=subject.model,
+            optimizer=together(self._optimizers),
+            engine=subject.engine,
+            device=self._place.device,
+            tags=self._tags,
+            save_trace=mailbox.of(rank, MEMORY_TRACE),
+            unfinished=mailbox.folder,
+        )
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
         self._open.enter_context(record_function(f"{profiler.RANGE}{self._memory_step}"))
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
-        self._is_starting, self._memory, self._units.step = True, None, None
+        self._is_starting = True
+        self._memory = None
+        self._units.step = None
         if self._observed is not None:
             self._observed.end()
         self._hear_all()
@@ -176,14 +196,23 @@ class Window:
         profiled = ended.save(mailbox.of(rank, TRACE), mailbox.folder)
         for kind in (TRACE, MEMORY_TRACE):
             leave_analysis(mailbox, rank, kind, [])
-        content: dict[str, Any] = {"profiled_s": profiled, "life": self._units.rows, "sent": None}
+        sent = None
         if self._sent is not None:
             steps = self._settings.end - self._settings.first + self._warmup
-            content["sent"] = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
-        content["observed"] = {} if self._observed is None else self._observed.as_report(self.autocast)
-        content["core_wait_s"] = self._core_waits
+            sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
+        observed = {}
+        if self._observed is not None:
+            observed = self._observed.as_report(self.autocast)
+        content = {
+            "profiled_s": profiled,
+            "life": self._units.rows,
+            "sent": sent,
+            "observed": observed,
+            "core_wait_s": self._core_waits,
+            "cpu_share": self._cpu_share,
+        }
         self._observed = None
-        self._write("result", {**content, "cpu_share": self._cpu_share})
+        self._write("result", content)
         self._profiler = self._subject = self._sent = None
 
     def _hear_all(self) -> None:
@@ -193,16 +222,19 @@ class Window:
         events.flush()
 
     def _note_core_wait(self) -> None:
-        """For how long the profiled step that has ended lacked a core; the step before them begins the count."""
+        """Note how long the profiled step that has ended lacked a core; the step before them begins the count."""
         before, self._reading = self._reading, core_time()
         if before is not None:
             self._core_waits.append(waited_s(before, self._reading, torch.get_num_threads()))
 
     def _share_of_a_core(self) -> float | None:
-        """The part of the steps before the measured ones in which this rank had a core when it wanted one."""
+        """Return the part of the steps before the measured ones in which this rank had a core when it wanted one."""
         began, before = self._first_reading
         waited = waited_s(before, core_time(), torch.get_num_threads())
-        return None if waited is None else max(0.0, 1 - waited / (time.perf_counter() - began))
+        if waited is None:
+            return None
+        share = 1 - waited / (time.perf_counter() - began)
+        return max(0.0, share)
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         self._rows.write()
@@ -210,22 +242,23 @@ class Window:
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    found = capture_environment(device.type)
+    environment = capture_environment(device.type)
     if dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
-        found["backend"] = dist.get_backend()
-    return found
+        environment["backend"] = dist.get_backend()
+    return environment
 
 
 @contextmanager
 def ended_with_the_profile() -> Iterator[None]:
-    """Inside, a profile runs; ranges of the job's own (`record_function`) that this thread began and has not ended by
-    the end are ended then, and their own end does nothing.
+    """End the ranges of the job's own (`record_function`) that this thread begins inside and has not ended by the end;
+    their own end does nothing then. A profile runs inside.
 
     The end of such a range writes into the profile under which it began, which is gone by then: torch crashes, at once
     or at the end of the process.
     """
     begun: dict[int, record_function] = {}
-    enter, leave, thread = record_function.__enter__, record_function.__exit__, threading.get_ident()
+    enter, leave = record_function.__enter__, record_function.__exit__
+    thread = threading.get_ident()
 
     def entering(self: record_function) -> record_function:
         if threading.get_ident() == thread:
@@ -241,6 +274,6 @@ def ended_with_the_profile() -> Iterator[None]:
         yield
     finally:
         record_function.__enter__, record_function.__exit__ = enter, leave
-        for each in reversed(begun.values()):
-            leave(each, None, None, None)
-            each.run_callbacks_on_exit = False
+        for span in reversed(begun.values()):
+            leave(span, None, None, None)
+            span.run_callbacks_on_exit = False

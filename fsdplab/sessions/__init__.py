@@ -1,4 +1,4 @@
-"""From a RunSpec to a RunRecord: real ranks, one report when they fail, and no process left behind.
+"""Turns a RunSpec into a RunRecord: real ranks, one report when they fail, and no process left behind.
 
 The names load when they are first used, because every rank and every launcher imports this file: each would wait for
 what is imported here.

@@ -1,4 +1,4 @@
-"""`bench`: several engines in one run, step by step in turn, so that a slow machine slows all of them alike.
+"""Times several engines in one run (`bench`), step by step in turn, so that a slow machine slows all of them alike.
 
 An absolute time says more about the machine than about an engine. So the engines share their ranks and take turns; the
 report has the median of each and ratios between medians. It also has two limits: `alone`, the same training without
@@ -79,7 +79,9 @@ class Timing:
     def overlap(self) -> float | None:
         """The part of communication that was hidden, 0 to 1, in the median round."""
         parts = [1 - blocked / total for blocked, total in zip(self.blocked, self.communicating) if total]
-        return statistics.median(parts) if parts else None
+        if not parts:
+            return None
+        return statistics.median(parts)
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ class Bench:
         return statistics.median(self.floors)
 
     def beside_floor(self, timing: Timing) -> Spread:
-        """Each step over the floor of its own round: what slows a whole round down is in neither."""
+        """Return the spread of steps over the floor of their own round: what slows a whole round down cancels out."""
         return Spread.of([step / floor for step, floor in zip(timing.seconds, self.floors)])
 
     def ratio(self, timing: Timing, engine: str) -> float | None:
-        """Median of `timing` over the median of the first row of `engine`; None if it took no part."""
-        others = [other.median for other in self.timings if other.engine == engine]
-        return timing.median / others[0] if others else None
+        """Return the median of `timing` over that of the first row of `engine`; None if it took no part."""
+        for other in self.timings:
+            if other.engine == engine:
+                return timing.median / other.median
+        return None
 
 
 @stops_in_one_line
@@ -130,7 +134,8 @@ def _bench_once(
     mailbox = Mailbox(folder)
     request = {"specs": [reachable(spec) for spec in specs], "rounds": rounds}
     write_whole(folder / "bench.json", json.dumps(request))
-    steps, reported = Tail(mailbox.of(0, "steps")), 0
+    steps = Tail(mailbox.of(0, "steps"))
+    reported = 0
 
     def look() -> None:
         nonlocal reported
@@ -159,8 +164,9 @@ def _bench_once(
 def _check(specs: Sequence[RunSpec], rounds: int) -> None:
     if not specs or rounds < 1:
         raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
-    apart = ("engine", "strategy", "transport", "prefetch")
-    check_same("engines of a bench", specs, [each.name for each in fields(RunSpec) if each.name not in apart])
+    may_differ = ("engine", "strategy", "transport", "prefetch")
+    equal = [field.name for field in fields(RunSpec) if field.name not in may_differ]
+    check_same("engines of a bench", specs, equal)
     if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
         raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
     if any(spec.emulate for spec in specs):
@@ -170,31 +176,45 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
 
 
 def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Bench:
-    names = [(ALONE, ALONE, 1), *((spec.engine, spec.strategy, spec.prefetch) for spec in specs)]
+    """Join the results of all ranks: a round is as slow as its slowest rank."""
+    names = [(ALONE, ALONE, 1)]
+    names += [(spec.engine, spec.strategy, spec.prefetch) for spec in specs]
     timings = []
     for index, (engine, strategy, prefetch) in enumerate(names):
-        by_rank = [result["seconds"][index] for result in results]
-        slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
-        waits = [max(waits) for waits in zip(*(result["waits"][index] for result in results))]
-        blocked, communicating = zip(*waits) if waits else ((), ())
-        optimizing = tuple(max(times) for times in zip(*(result["optimizing"][index] for result in results)))
-        loss = results[0]["losses"][index]
-        timings.append(Timing(engine, strategy, slowest, loss, prefetch, blocked, communicating, optimizing))
-    floors = zip(*(_least(result["parts"], specs[0].world_size) for result in results))
-    return Bench(specs[0], tuple(timings), tuple(max(by_rank) for by_rank in floors))
+        # (seconds blocked, seconds of communication) of the rank that was blocked longest, a pair a round
+        waits = _slowest([result["waits"][index] for result in results])
+        timing = Timing(
+            engine,
+            strategy,
+            seconds=_slowest([result["seconds"][index] for result in results]),
+            loss=results[0]["losses"][index],
+            prefetch=prefetch,
+            blocked=tuple(blocked for blocked, _ in waits),
+            communicating=tuple(communicating for _, communicating in waits),
+            optimizing=_slowest([result["optimizing"][index] for result in results]),
+        )
+        timings.append(timing)
+    floors = _slowest([_least(result["parts"], specs[0].world_size) for result in results])
+    return Bench(specs[0], tuple(timings), floors)
+
+
+def _slowest(by_rank: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Return the largest value of each round: [[1, 5], [2, 4]] -> (2, 5)."""
+    return tuple(max(of_round) for of_round in zip(*by_rank))
 
 
 def _least(parts: dict[str, list[float]], ranks: int) -> list[float]:
-    """The seconds of one rank's rounds without communication, with one nth of the optimizer's step."""
+    """Return the seconds of one rank's rounds without communication, with one nth of the optimizer's step."""
     return [compute + optimizer / ranks for compute, optimizer in zip(parts["compute"], parts["optimizer"])]
 
 
 class Alone:
-    """The same training without any communication: every rank on its own."""
+    """Trains the same without any communication: every rank on its own."""
 
     def __init__(self, spec: RunSpec, context: RankContext) -> None:
         workload = workload_of(spec)
-        model, self._loss_of = workload.build(context.device, spec.seed), workload.seeded_loss
+        model = workload.build(context.device, spec.seed)
+        self._loss_of = workload.seeded_loss
         if spec.compile == "blocks":
             compile_modules(units_of(spec, model, workload).modules or [model])
         self.model = _autocast(spec, model)
@@ -202,8 +222,10 @@ class Alone:
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
     def train_step(self, batches_by_rank: Sequence[Sequence[Any]]) -> float:
-        """One step of this rank's own training; records the times of computing and of the optimizer."""
-        (batches,), start, total = batches_by_rank, time.perf_counter(), 0.0
+        """Train one step of this rank alone; record the times of computing and of the optimizer."""
+        (batches,) = batches_by_rank
+        start = time.perf_counter()
+        total = 0.0
         for batch in batches:
             loss = self._loss_of(self.model, batch) / len(batches)
             loss.backward()
@@ -217,7 +239,7 @@ class Alone:
 
 
 def _autocast(spec: EngineChoice, model: nn.Module) -> nn.Module:
-    """In bf16 a rank alone computes with bfloat16 parameters: the least that any engine could do."""
+    """Let a rank alone compute with bfloat16 parameters in bf16: the least that any engine could do."""
     if spec.precision != "bf16":
         return model
     model.register_forward_pre_hook(lambda _, args, kwargs: in_bf16(args, kwargs), with_kwargs=True)
@@ -227,13 +249,13 @@ def _autocast(spec: EngineChoice, model: nn.Module) -> nn.Module:
 def main(folder: str) -> None:
     """Take turns, as one rank of the bench that FOLDER/bench.json describes."""
     request = json.loads(Path(folder, "bench.json").read_text())
-    specs = [RunSpec(**each) for each in request["specs"]]
-    wanted = {spec.backend for spec in specs}
+    specs = [RunSpec(**settings) for settings in request["specs"]]
     os.environ |= nccl_variables(specs[0])
-    # the lab's engine works on either
-    backend = "shm" if "shm" in wanted else specs[0].backend
-    told = of_own_code if specs[0].own_model else of_exception
-    with rank_process(folder, backend, specs[0].device_type, traceback_of=told) as context:
+    backend = specs[0].backend
+    if any(spec.backend == "shm" for spec in specs):  # the lab's engine works on either
+        backend = "shm"
+    traceback_of = of_own_code if specs[0].own_model else of_exception
+    with rank_process(folder, backend, specs[0].device_type, traceback_of=traceback_of) as context:
         context.heartbeat.enter("build")
         alone = Alone(specs[0], context)
         engines = [build(spec, context) for spec in specs]
@@ -249,7 +271,7 @@ def main(folder: str) -> None:
 
 
 class _OptimizerWatch:
-    """The seconds of each step of an optimizer; empty for a wrapper that is none of torch's."""
+    """Measures the seconds of each step of an optimizer; none for a wrapper that is none of torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         self.seconds: list[float] = []
@@ -264,7 +286,7 @@ class _OptimizerWatch:
 
 
 class _Waits:
-    """Seconds that the host was blocked, and that collectives took, since the last `take`."""
+    """Adds up the seconds that the host was blocked, and that collectives took, since the last `take`."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int | None, int]] = []
@@ -274,7 +296,7 @@ class _Waits:
             self._rows.append((event.waited_ns, event.end_ns - event.start_ns))
 
     def take(self) -> tuple[float, float] | None:
-        """The seconds since the last call; None without a ledger."""
+        """Return the seconds since the last call; None without a ledger."""
         rows, self._rows = self._rows, []
         waits = [waited for waited, _ in rows if waited is not None]
         if not rows or len(waits) < len(rows):
@@ -287,7 +309,8 @@ def _take_turns(
 ) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
     seconds: list[list[float]] = [[] for _ in setups]
     waits: list[list[tuple[float, float]]] = [[] for _ in setups]
-    wait_log, workload = _Waits(), workload_of(spec)
+    wait_log = _Waits()
+    workload = workload_of(spec)
     unsubscribe = events.subscribe(wait_log.on_event)
     losses = [0.0 for _ in setups]
     for step in range(WARMUP_ROUNDS + rounds):
@@ -300,7 +323,8 @@ def _take_turns(
             losses[index] = setups[index].train_step(batches)
             if step >= WARMUP_ROUNDS:
                 seconds[index].append(time.perf_counter() - start)
-            if (waited := wait_log.take()) is not None and step >= WARMUP_ROUNDS:
+            waited = wait_log.take()
+            if waited is not None and step >= WARMUP_ROUNDS:
                 waits[index].append(waited)
         context.append("steps", {"round": step})
     unsubscribe()

@@ -1,4 +1,4 @@
-"""How fast this processor multiplies matrices in bfloat16.
+"""Measures how fast this processor multiplies matrices in bfloat16.
 
 A CPU with AVX2 alone has no instructions for it, and a product takes 43 to 100 times as long as in float32. So what
 trains in bf16 on the CPU takes its size from a measurement, of a few hundredths of a second.
@@ -16,7 +16,8 @@ _SIDE, _ROUNDS = 256, 5
 
 @cache
 def bf16_slowdown() -> float:
-    """How many times as long a product of matrices takes in bfloat16 as in float32 on this CPU; 0.5 is twice as fast.
+    """Return how many times as long a product of matrices takes in bfloat16 as in float32 on this CPU; 0.5 is twice as
+    fast.
 
     The best of a few products each, on one thread: where other programs have the cores, threads wait for each other
     longer than a product in float32 takes, and the slowdown would look like a tenth of what it is.
@@ -32,18 +33,18 @@ def bf16_slowdown() -> float:
 
 
 def bf16_is_slow() -> bool:
-    """Whether a run in bf16 must be smaller here than one in fp32."""
+    """Return whether a run in bf16 must be smaller here than one in fp32."""
     return bf16_slowdown() > SLOW
 
 
 def fastest(work: Callable[[], object], times: int) -> float:
-    """The shortest of some repetitions in seconds, after one that is not counted."""
+    """Return the shortest of some repetitions in seconds, after one that is not counted."""
     work()
     return min(timed(work) for _ in range(times))
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that the work takes."""
+    """Return seconds that the work takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""How fast this machine computes, moves memory and sends: measured once, kept, read by predictions of step times.
+"""Measures once how fast this machine computes, moves memory and sends, and saves it for predictions of step times.
 
 `fsdplab doctor --calibrate` measures on as many ranks at once as a run has, because ranks share cores and memory. The
 figures are kept in the user's cache folder with the machine they are of; those of another processor or another torch
@@ -46,50 +46,60 @@ class Found:
 
 
 def this_machine() -> dict[str, Any]:
-    """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
+    """Return what a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
     return {"cpu": cpu_model(), "cores": cores(), "system": platform.system(), "torch": version("torch")}
 
 
 def calibration_file() -> Path:
-    """Where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
+    """Return where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "fsdplab" / "calibration.json"
 
 
 def find_calibration(ranks: int, path: Path | None = None) -> Found:
-    """The kept calibration of this machine for so many ranks."""
-    path, again = path or calibration_file(), f"run: {HOW} --world-size {ranks}"
+    """Return the kept calibration of this machine for so many ranks."""
+    path = path or calibration_file()
+    again = f"run: {HOW} --world-size {ranks}"
     if not path.is_file():
         return Found(None, f"no step time is predicted before this machine is measured (10 s, once); {again}")
     try:
-        kept = _read(path)
+        calibrations = _read(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = " ".join(str(error).split())[:80]
-        return Found(None, f"no step time is predicted: the calibration in {path} is damaged ({said}); {again}")
+        reason = " ".join(str(error).split())[:80]
+        return Found(None, f"no step time is predicted: the calibration in {path} is damaged ({reason}); {again}")
     machine = this_machine()
-    fitting = [each for each in kept if each.machine == machine]
-    if not fitting:
-        theirs = kept[0].machine if kept else machine
-        other = [
-            f"{name} {theirs.get(name)}, here {here}" for name, here in machine.items() if theirs.get(name) != here
-        ]
-        differ = "; ".join(other) or "it is empty"
+    of_this_machine = [calibration for calibration in calibrations if calibration.machine == machine]
+    if not of_this_machine:
+        differ = _difference(calibrations, machine)
         return Found(None, f"no step time is predicted: the calibration is of another machine ({differ}); {again}")
-    for each in fitting:
-        if each.ranks == ranks:
-            return Found(each, f"step times are predicted from the calibration of {each.date} ({HOW})")
-    counts = ", ".join(str(each.ranks) for each in fitting)
+    for calibration in of_this_machine:
+        if calibration.ranks == ranks:
+            return Found(calibration, f"step times are predicted from the calibration of {calibration.date} ({HOW})")
+    counts = ", ".join(str(calibration.ranks) for calibration in of_this_machine)
     return Found(None, f"no step time is predicted: calibrated for {counts} ranks, not for {ranks}; {again}")
 
 
+def _difference(calibrations: list[Calibration], machine: dict[str, Any]) -> str:
+    """Say in what the machine of the first calibration differs from this one: `torch 2.12, here 2.13`."""
+    if not calibrations:
+        return "it is empty"
+    other = calibrations[0].machine
+    differences = []
+    for name, value in machine.items():
+        if other.get(name) != value:
+            differences.append(f"{name} {other.get(name)}, here {value}")
+    return "; ".join(differences) or "it is empty"
+
+
 def _read(path: Path) -> list[Calibration]:
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if held["format"] != FORMAT:
-        raise ValueError(f"format {held['format']}, expected {FORMAT}")
-    return [
-        Calibration(int(each["ranks"]), Rates.of(each["rates"]), dict(each["machine"]), str(each["date"]))
-        for each in held["calibrations"]
-    ]
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']}, expected {FORMAT}")
+    calibrations = []
+    for row in content["calibrations"]:
+        rates = Rates.of(row["rates"])
+        calibrations.append(Calibration(int(row["ranks"]), rates, dict(row["machine"]), str(row["date"])))
+    return calibrations
 
 
 def calibrate(
@@ -108,20 +118,29 @@ def calibrate(
             on_progress(line)
 
     values = call_on_ranks(
-        Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
+        Path(str(calibrating.__file__)),
+        "measure",
+        world_size=ranks,
+        payload=patience_s,
+        time_limit=TIME_LIMIT,
         on_output=on_output,
-    )  # fmt: skip
-    return Calibration(ranks, Rates.mean_of([Rates.of(each) for each in values]), this_machine(), str(date.today()))
+    )
+    rates = Rates.mean_of([Rates.of(of_rank) for of_rank in values])
+    return Calibration(ranks, rates, this_machine(), str(date.today()))
 
 
 def keep(calibration: Calibration, path: Path | None = None) -> Path:
     """Keep a calibration, beside those of this machine for other numbers of ranks; returns the file."""
     path = path or calibration_file()
     try:
-        others = [each for each in _read(path) if each.machine == calibration.machine]
+        earlier = _read(path)
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one: it is replaced
-        others = []
-    kept = [each for each in others if each.ranks != calibration.ranks] + [calibration]
+        earlier = []
+    rows = []
+    for other in earlier:
+        if other.machine == calibration.machine and other.ranks != calibration.ranks:
+            rows.append(asdict(other))
+    rows.append(asdict(calibration))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"format": FORMAT, "calibrations": [asdict(each) for each in kept]}, indent=1) + "\n")
+    write_whole(path, json.dumps({"format": FORMAT, "calibrations": rows}, indent=1) + "\n")
     return path

@@ -1,4 +1,4 @@
-"""The capabilities of this machine, each looked up or tried, and the uses of fsdplab that it is ready for."""
+"""Looks up or tries the capabilities of this machine, and says which uses of fsdplab it is ready for."""
 
 from __future__ import annotations
 
@@ -56,29 +56,35 @@ class Capability:
 
 
 def capabilities() -> list[Capability]:
-    """All capabilities, in the order of the table."""
+    """Return all capabilities, in the order of the table."""
     return [*_machine(), *_torch(), _browser(), *map(_package, PACKAGES)]
 
 
 def _machine() -> list[Capability]:
-    count = cores()
     return [
         Capability("fsdplab", True, __version__),
         Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
-        Capability("cores", True, str(count), "" if count > 1 else "two ranks share one core: step times say little"),
+        _cores(),
         _memory(memory_bytes()),
         _system(),
     ]
 
 
+def _cores() -> Capability:
+    count = cores()
+    note = "" if count > 1 else "two ranks share one core: step times say little"
+    return Capability("cores", True, str(count), note)
+
+
 def _memory(total: int) -> Capability:
     if not total:
         return Capability("memory", True, "unknown", "this system does not say")
-    return Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny")
+    note = "" if total > 4e9 else "small: use --model gpt-tiny"
+    return Capability("memory", True, size(total), note)
 
 
 def _system() -> Capability:
-    """Whether this is Linux; else what goes a second way, and what there is not."""
+    """Return whether this is Linux; else what goes a second way, and what there is not."""
     if sys.platform == "linux":
         return Capability("Linux's calls", True, "there")
     if why_no_ranks() is not None:
@@ -97,7 +103,8 @@ def _torch() -> list[Capability]:
         ) from error
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    if refused := why_no_ranks():
+    refused = why_no_ranks()
+    if refused:
         ranks = [Capability("gloo", False, "not used", refused)]
         ranks += [Capability(name, False, "none", refused) for name in ("rank starts", "CPU transport")]
     else:
@@ -126,17 +133,18 @@ def _gloo() -> Capability:
 
 
 def _starts() -> Capability:
-    """How ranks are started on this machine: a starter forks one on trial."""
+    """Find how ranks are started on this machine: a starter forks one on trial."""
     from fsdplab.sessions.launch import warm
 
-    if (refused := warm.tried()) is not None:
+    refused = warm.tried()
+    if refused is not None:
         return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
     note = "forked in a tenth of a second; torchrun for several nodes, and to see what depends on each rank's hash seed"
     return Capability("rank starts", True, "warm", note)
 
 
 def _transport() -> Capability:
-    """The transport between the CPU ranks of this machine."""
+    """Return the transport between the CPU ranks of this machine."""
     # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
     # else here
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
@@ -145,7 +153,7 @@ def _transport() -> Capability:
 
 
 def _bf16() -> Capability:
-    """How long a product of matrices takes in bf16, measured."""
+    """Measure how long a product of matrices takes in bf16."""
     from fsdplab.sessions.bf16_speed import bf16_is_slow, bf16_slowdown
 
     value = f"{bf16_slowdown():.2g} times the time of fp32"
@@ -156,27 +164,31 @@ def _bf16() -> Capability:
 
 
 def _gpus(torch: ModuleType) -> list[Capability]:
-    """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
+    """Look at the GPUs, NCCL and CUDA IPC by processes of their own: this one never has a CUDA context."""
     from fsdplab.sessions.gpu_probes import ask
     from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
 
     if torch.version.cuda is None:
-        lacking = _NO_GPU if driver_cuda() is None else driver_complaint(driver_cuda(), None)
-        return _without_gpus("none", lacking)
-    found = ask("machine")
-    broken = next((gpu["error"] for gpu in found.get("gpus", []) if gpu["error"]), "")
-    if blocked := found.get("error") or found["blocks"] or broken:
+        if driver_cuda() is None:
+            return _without_gpus("none", _NO_GPU)
+        return _without_gpus("none", driver_complaint(driver_cuda(), None))
+    machine = ask("machine")
+    gpus = machine.get("gpus", [])
+    blocked = machine.get("error") or machine["blocks"]
+    for gpu in gpus:
+        blocked = blocked or gpu["error"]
+    if blocked:
         return _without_gpus("not usable", blocked)
-    names = sorted({gpu["name"] for gpu in found["gpus"]})
-    advice = list(found["advice"])
+    names = sorted({gpu["name"] for gpu in gpus})
+    advice = list(machine["advice"])
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         advice.append("CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it")
-    exclusive = any(gpu["exclusive"] for gpu in found["gpus"])
+    nccl = tuple(map(int, machine["nccl"].split(".")))
     return [
-        Capability("GPUs", True, f"{len(found['gpus'])}: {', '.join(names)}", "; ".join(advice)),
-        Capability("NCCL", True, found["nccl"], "one rank a GPU"),
+        Capability("GPUs", True, f"{len(gpus)}: {', '.join(names)}", "; ".join(advice)),
+        Capability("NCCL", True, machine["nccl"], "one rank a GPU"),
         _ipc(ask("ipc")),
-        _several(tuple(map(int, found["nccl"].split("."))), exclusive),
+        _several(nccl, exclusive=any(gpu["exclusive"] for gpu in gpus)),
     ]
 
 
@@ -186,15 +198,16 @@ def _without_gpus(value: str, lacking: str) -> list[Capability]:
     return [Capability("GPUs", False, value, lacking), *others]
 
 
-def _ipc(found: Mapping[str, str]) -> Capability:
-    """Whether a second process can open the memory of a GPU."""
-    refused = found.get("error") or found["refused"]
-    note = f"{refused}; NCCL goes through host memory instead" if refused else "a second process reads a GPU's memory"
-    return Capability(IPC, not refused, "refused" if refused else "works", note)
+def _ipc(probed: Mapping[str, str]) -> Capability:
+    """Return whether a second process can open the memory of a GPU."""
+    refused = probed.get("error") or probed["refused"]
+    if refused:
+        return Capability(IPC, False, "refused", f"{refused}; NCCL goes through host memory instead")
+    return Capability(IPC, True, "works", "a second process reads a GPU's memory")
 
 
 def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
-    """Whether several ranks can share a GPU, and by what."""
+    """Return whether several ranks can share a GPU, and by what."""
     from fsdplab.sessions.spec.gpus import MULTI_RANK_NCCL
 
     if exclusive:
@@ -204,10 +217,12 @@ def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
 
 
 def _browser() -> Capability:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return Capability(
-        "browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only"
-    )
+    note = "for the notebooks' browser tests only"
+    for name in BROWSERS:
+        path = shutil.which(name)
+        if path:
+            return Capability("browser", True, os.path.basename(path), note)
+    return Capability("browser", False, "none", note)
 
 
 def _package(name: str) -> Capability:
@@ -217,20 +232,20 @@ def _package(name: str) -> Capability:
         return Capability(name, False, "not installed", NEEDED_FOR.get(name, ""))
 
 
-def reality(found: list[Capability]) -> Mapping[str, str]:
-    """What a run on this machine measures, emulates and simulates."""
-    by_name = {item.name: item for item in found}
-    gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
-    ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
-    real = f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank"
-    return {
-        "real": real if by_name["rank starts"].present else "nothing: no ranks run here",
-        "emulated": (
-            "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
-            + ("; step times of several ranks on one GPU" if gpus else "")
-        ),
-        "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
-    }
+def reality(items: list[Capability]) -> Mapping[str, str]:
+    """Say what a run on this machine measures, emulates and simulates."""
+    by_name = {item.name: item for item in items}
+    ranks = f"CPU processes over {by_name['CPU transport'].value}"
+    emulated = "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
+    simulated = "nothing; what other machines measured is shown from their records"
+    if by_name["GPUs"].present:
+        ranks = f"one process a GPU over NCCL, or {ranks}"
+        emulated += "; step times of several ranks on one GPU"
+        simulated = "nothing"
+    real = "nothing: no ranks run here"
+    if by_name["rank starts"].present:
+        real = f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank"
+    return {"real": real, "emulated": emulated, "simulated": simulated}
 
 
 @dataclass(frozen=True)
@@ -243,12 +258,16 @@ class Readiness:
 
 
 def readiness(present: Mapping[str, bool], notes: Mapping[str, str]) -> list[Readiness]:
-    """Each use with what it lacks: `present` and `notes` of the capabilities, by name."""
-    found, notebooks = [], shared_folder("notebooks")
+    """Return each use with what it lacks: `present` and `notes` of the capabilities, by name."""
+    verdict = []
+    notebooks = shared_folder("notebooks")
     for use, needs, extra in _USES:
         lacks = [name for name in needs if not present[name]]
-        remedy = (how_to_install(extra) if extra else notes[lacks[0]]) if lacks else ""
-        if use == _COURSE and not lacks and not any(notebooks.glob("*.ipynb")):  # a copied package may lack them
-            lacks, remedy = [f"notebooks in {notebooks}"], "install fsdplab again, from a wheel or a whole clone"
-        found.append(Readiness(use, ", ".join(lacks), remedy))
-    return found
+        remedy = ""
+        if lacks:
+            remedy = how_to_install(extra) if extra else notes[lacks[0]]
+        elif use == _COURSE and not any(notebooks.glob("*.ipynb")):  # a copied package may lack them
+            lacks = [f"notebooks in {notebooks}"]
+            remedy = "install fsdplab again, from a wheel or a whole clone"
+        verdict.append(Readiness(use, ", ".join(lacks), remedy))
+    return verdict

@@ -1,4 +1,4 @@
-"""Changes to one setting of a run, and the one that gains most.
+"""Lists changes to one setting of a run, and finds the one that gains most.
 
 `edits` is the one list of them: reports name the best (`best_change`), findings of a comparison that which gains most
 against their cause (`gains`), the strategy lab shows all of them. Each is
@@ -21,9 +21,13 @@ from fsdplab.sessions.steady_card import steady_step
 LEAST_GAIN = 0.03  # of the tokens a second: less is no advice
 CLOSE = 0.1  # part of the largest gain: another that is so near is as good
 _VALUES: Mapping[str, tuple[Any, ...]] = {
-    "prefetch": (0, 1, 2, 3, 4), "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
-    "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"), "link_queues": (1, 2),
-}  # fmt: skip
+    "prefetch": (0, 1, 2, 3, 4),
+    "precision": ("fp32", "bf16"),
+    "checkpoint": ("none", "selective", "full"),
+    "units": ("auto", "linear", "model"),
+    "optimizer": ("adamw", "muon"),
+    "link_queues": (1, 2),
+}
 COSTS = ("nothing", "memory", "precision")  # what a change costs besides, the least first
 
 
@@ -56,45 +60,57 @@ class Edit:
 
 
 def edits(now: Mapping[str, Any]) -> Iterator[Edit]:
-    """Each of the settings in `now` at its other values, a number at the next ones up and down; and twice the tokens.
+    """Yield each setting in `now` at its other values, a number at the next ones up and down; and twice the tokens.
 
-    >>> [(each.setting, each.value) for each in edits({"prefetch": 0, "precision": "bf16", "tokens": 256})]
+    >>> [(edit.setting, edit.value) for edit in edits({"prefetch": 0, "precision": "bf16", "tokens": 256})]
     [('prefetch', 1), ('precision', 'fp32'), ('tokens', 512)]
     """
     for name, values in _VALUES.items():
-        if name in now:
-            near = [each for each in values if not isinstance(each, int) or abs(each - now[name]) == 1]
-            others = [each for each in near if each != now[name]]
-            yield from (Edit(name, each, _REMEDIES.get((name, each), Remedy())) for each in others)
+        if name not in now:
+            continue
+        for value in values:
+            if value == now[name]:
+                continue
+            if isinstance(value, int) and abs(value - now[name]) != 1:
+                continue
+            yield Edit(name, value, _REMEDIES.get((name, value), Remedy()))
     if now.get("tokens"):
         yield Edit("tokens", 2 * now["tokens"], _MORE_TOKENS)
 
 
 def best_change(spec: RunSpec) -> Change:
-    """The advised edit that gains most tokens a second on the steady card and fits the run's card, or one that costs
-    less and gains nearly as much; an empty one where none gains 3 %.
+    """Return the advised edit that gains most tokens a second on the steady card and fits the run's card, or one that
+    costs less and gains nearly as much; an empty one where none gains 3 %.
 
-    >>> found = best_change(RunSpec(strategy="full_shard", sequence_length=128, link="150MB/s"))
-    >>> found.words, round(found.gain or 0.0, 1)
+    >>> change = best_change(RunSpec(strategy="full_shard", sequence_length=128, link="150MB/s"))
+    >>> change.words, round(change.gain or 0.0, 1)
     ('compute and send in bf16, with fp32 masters', 0.5)
     """
-    worth = [change for change in gains(spec).values() if (change.gain or 0.0) >= LEAST_GAIN]
-    return next(iter(in_order(worth)), Change())
+    worth = [change for change in gains(spec).values() if _gain_of(change) >= LEAST_GAIN]
+    if not worth:
+        return Change()
+    return in_order(worth)[0]
+
+
+def _gain_of(change: Change) -> float:
+    return change.gain or 0.0
 
 
 def in_order(changes: Iterable[Change]) -> list[Change]:
-    """What gains most first; of changes that gain nearly as much, the one that costs least.
+    """Sort changes: what gains most first; of changes that gain nearly as much, the one that costs least.
 
     >>> short, ahead = Change("send in bf16", 0.65, costs="precision"), Change("gather ahead", 0.61, costs="memory")
     >>> [change.words for change in in_order([short, ahead])]
     ['gather ahead', 'send in bf16']
     """
-    left, ordered = list(changes), list[Change]()
-    while left:
-        most = max(change.gain or 0.0 for change in left)
-        near = [change for change in left if (change.gain or 0.0) >= (1 - CLOSE) * most]
-        ordered.append(min(near, key=lambda change: (_price(change), -(change.gain or 0.0))))
-        left.remove(ordered[-1])
+    remaining = list(changes)
+    ordered: list[Change] = []
+    while remaining:
+        most = max(_gain_of(change) for change in remaining)
+        near = [change for change in remaining if _gain_of(change) >= (1 - CLOSE) * most]
+        best = min(near, key=lambda change: (_price(change), -_gain_of(change)))
+        ordered.append(best)
+        remaining.remove(best)
     return ordered
 
 
@@ -104,20 +120,27 @@ def _price(change: Change) -> int:
 
 @lru_cache(maxsize=64)
 def gains(spec: RunSpec) -> Mapping[str, Change]:
-    """By setting: the advised edit of it that gains most on the steady card, of those that this run can take."""
+    """Return by setting the advised edit that gains most on the steady card, of those that this run can take."""
     before = _speed(spec)
-    found: dict[str, Change] = {}
-    for edit in edits({**asdict(spec), "tokens": spec.tokens_per_rank}) if before else ():
-        if edit.remedy.words and (change := _tried(spec, before, edit)).words:
-            best = found.get(edit.setting)
-            if best is None or (change.gain or 0.0) > (best.gain or 0.0):
-                found[edit.setting] = change
-    return found
+    if not before:
+        return {}
+    best: dict[str, Change] = {}
+    for edit in edits({**asdict(spec), "tokens": spec.tokens_per_rank}):
+        if not edit.remedy.words:
+            continue
+        change = _tried(spec, before, edit)
+        if not change.words:
+            continue
+        if edit.setting not in best or _gain_of(change) > _gain_of(best[edit.setting]):
+            best[edit.setting] = change
+    return best
 
 
 def _tried(spec: RunSpec, before: float, edit: Edit) -> Change:
-    """The edit, simulated; an empty change where the run cannot be, or does not fit the card."""
-    changed = dict(batch_size=2 * spec.batch_size) if edit.setting == "tokens" else {edit.setting: edit.value}
+    """Simulate the edit; an empty change where the run cannot be, or does not fit the card."""
+    changed = {edit.setting: edit.value}
+    if edit.setting == "tokens":
+        changed = {"batch_size": 2 * spec.batch_size}
     try:
         run = replace(spec, **changed)
     except SpecError:
@@ -129,6 +152,8 @@ def _tried(spec: RunSpec, before: float, edit: Edit) -> Change:
 
 
 def _speed(spec: RunSpec) -> float:
-    """Tokens a second of all ranks on the steady card; 0 where it cannot show the run."""
+    """Return the tokens a second of all ranks on the steady card; 0 where it cannot show the run."""
     step_s = steady_step(spec).step_time_s
-    return spec.world_size * (spec.tokens_per_rank or 0) / step_s if step_s else 0.0
+    if not step_s:
+        return 0.0
+    return spec.world_size * (spec.tokens_per_rank or 0) / step_s

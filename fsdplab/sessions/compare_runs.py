@@ -1,4 +1,4 @@
-"""`compare`: several specs, each on fresh ranks, so that no run inherits memory or caches of another.
+"""Compares several specs, each on fresh ranks, so that no run inherits memory or caches of another.
 
 The runs warm up one after the other, each with the machine to itself, and then wait side by side. Their timed steps
 take turns, one step of one run at a time, so that a machine that becomes slower slows all runs alike. Profiled steps
@@ -75,7 +75,7 @@ def compare(
 
 
 def folders_of(specs: Sequence[RunSpec], directory: Path) -> list[Path]:
-    """Where `compare` records each run: `directory/0-no_shard-lab`, ..."""
+    """Return where `compare` records each run: `directory/0-no_shard-lab`, ..."""
     return [directory / f"{number}-{spec.strategy}-{spec.engine}" for number, spec in enumerate(specs)]
 
 
@@ -133,7 +133,7 @@ class _Comparison:
                 del waiting[number]
 
     def _waits(self, number: int, run: StartedRun, act: Callable[[], bool]) -> bool:
-        """Whether a run waits for its turn after `act`; if it has ended instead it is recorded."""
+        """Return whether a run waits for its turn after `act`; if it has ended instead it is recorded."""
         try:
             if act():
                 return True
@@ -210,13 +210,13 @@ class _OnlyLooks(Watcher):
 
 
 def _is_the_models(report: Failure) -> bool:
-    """Whether a run failed in its first step, and not in an engine, which would be its traceback's last frame."""
+    """Return whether a run failed in its first step, not in an engine, which would be its traceback's last frame."""
     frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
     return not report.step and not (frames and f'"{PACKAGE}' in frames[-1])
 
 
 def _are_timed(specs: Sequence[RunSpec]) -> bool:
-    """Whether the step times of several runs are compared; the twin is a reference for losses alone."""
+    """Return whether the step times of several runs are compared; the twin is a reference for losses alone."""
     return sum(spec.engine != "twin" for spec in specs) > 1
 
 
@@ -234,7 +234,9 @@ class Rota:
         self._last: int | None = None
 
     def next(self, runs: Collection[int]) -> int:
-        """The next of `runs`: of those with the fewest turns, the one that has followed the last one least often."""
+        """Return the next of `runs`: of those with the fewest turns, the one that has followed the last one least
+        often.
+        """
         fewest = min(self.turns[run] for run in runs)
         due = [run for run in runs if self.turns[run] == fewest]
         others = [run for run in due if run != self._last] or due
@@ -257,7 +259,7 @@ class SpareMemory:
         self._excess = 1.0
 
     def why_not(self, spec: RunSpec) -> str:
-        """Why a run of this spec cannot be started beside those that wait; "" where it can."""
+        """Return why a run of this spec cannot be started beside those that wait; "" where it can."""
         known, needed = free_memory(), int(2 * self._excess * least_bytes(spec))
         free = _FREE_WHERE_UNKNOWN - self._predicted if known is None else known
         return "" if free >= needed else f"{size(free)} of memory are free, and a further run may need {size(needed)}"
@@ -270,7 +272,7 @@ class SpareMemory:
 
 
 def why_no_turns(specs: Sequence[RunSpec], directory: Path | None) -> str:
-    """Why runs of these specs cannot take turns, whatever memory there is; "" where they can."""
+    """Return why runs of these specs cannot take turns, whatever memory there is; "" where they can."""
     if len(specs) < 2:
         return "there is one run"
     if any(spec.device_type == "cuda" for spec in specs):
@@ -281,19 +283,27 @@ def why_no_turns(specs: Sequence[RunSpec], directory: Path | None) -> str:
 
 
 def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]:
-    """The wind tunnel's link is chosen once, by a short run of full sharding, so that all runs meet the same one."""
+    """Choose the wind tunnel's link once, by a short run of full sharding, so that all runs meet the same one."""
     open_ended = [spec for spec in specs if spec.emulate and not spec.link and spec.world_size > 1]
     if not open_ended:
         return list(specs)
     trial = replace(
-        open_ended[0], steps=1, profile=0, memory=False,
-        engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
-    )  # fmt: skip
+        open_ended[0],
+        steps=1,
+        profile=0,
+        memory=False,
+        engine="lab",
+        strategy="full_shard",
+        card=None,
+        shard_size=None,
+        link_across=None,
+        prefetch=1,
+    )
     link = link_text(run(trial, watcher=_OnlyLooks(watcher)).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 
 def link_text(link: Link | None) -> str:
-    """A record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
+    """Return a record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
     found = known(link)
     return f"{known(found.bytes_per_s) / 1e6:.6f}MB/s,{known(found.latency_s) * 1e6:.6f}us"

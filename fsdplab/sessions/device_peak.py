@@ -1,4 +1,4 @@
-"""What the device of a record can do, for the tables that set achieved rates beside it.
+"""Finds the peak rates of a record's device, for the tables that compare achieved rates with them.
 
 Of a GPU its data sheet says it; of a CPU the calibration of this machine, for a record that was made on it.
 """

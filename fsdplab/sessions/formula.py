@@ -1,4 +1,4 @@
-"""What a run must send in one step, by the formula of its strategy: the number that the ledger is held to."""
+"""Computes what a run must send in one step by the formula of its strategy, which the ledger is compared with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsdplab.workloads.shapes import preset
 
 
 def formula_bytes(spec: RunSpec) -> int | None:
-    """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which
-    sends nothing, and for a model whose shapes are not known.
+    """Return the bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the
+    twin, which sends nothing, and for a model whose shapes are not known.
     """
     if spec.engine == "twin" or spec.own_model:
         return None
@@ -22,39 +22,60 @@ def formula_bytes(spec: RunSpec) -> int | None:
 
 
 def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
-    """The collectives of one step of this run under `strategy`, by the formula."""
+    """Return the collectives of one step of this run under `strategy`, by the formula."""
     run = lab_run(spec)
-    units = [UnitShapes(name, tuple((each.name, each.shape) for each in own))
-             for name, own in unit_parameters(run).items()]  # fmt: skip
+    units = []
+    for unit, parameters in unit_parameters(run).items():
+        shapes = tuple((parameter.name, parameter.shape) for parameter in parameters)
+        units.append(UnitShapes(unit, shapes))
     rows = step_traffic(
-        units, strategy, spec.world_size, param_itemsize=run.itemsize, reduce_itemsize=4,
-        micro_batches=spec.micro_batches, replicas=spec.replicas if strategy in IN_GROUPS else 1,
-    )  # fmt: skip
-    return rows + owners_step(spec, strategy).traffic() if spec.optimizer == "muon" else rows
+        units,
+        strategy,
+        spec.world_size,
+        param_itemsize=run.itemsize,
+        reduce_itemsize=4,
+        micro_batches=spec.micro_batches,
+        replicas=spec.replicas if strategy in IN_GROUPS else 1,
+    )
+    if spec.optimizer == "muon":
+        rows += owners_step(spec, strategy).traffic()
+    return rows
 
 
 def owners_step(spec: RunSpec, strategy: str) -> OwnersStep:
-    """Muon's step of a run: over the ranks of a shard group, or over all that hold whole matrices."""
-    cut, ranks = bool(STRATEGY_ROWS[strategy].cuts), spec.world_size
-    return OwnersStep.of(preset(spec.model), ranks // (spec.replicas if strategy in IN_GROUPS else 1), not cut)
+    """Return Muon's step of a run: over the ranks of a shard group, or over all that hold whole matrices."""
+    ranks = spec.world_size
+    if strategy in IN_GROUPS:
+        ranks //= spec.replicas
+    whole = not STRATEGY_ROWS[strategy].cuts
+    return OwnersStep.of(preset(spec.model), ranks, whole)
 
 
 def lab_run(spec: RunSpec) -> LabRun:
-    """The run as the planner's models of the lab's engine take it."""
+    """Return the run as the planner's models of the lab's engine take it."""
     return LabRun(
-        shape=preset(spec.model), batch=spec.batch_size, sequence=spec.sequence_length, checkpoint=spec.checkpoint,
-        units="block" if spec.units == "auto" else spec.units, **vars(step_choices(spec)) | _of_muon(spec),
-    )  # fmt: skip
+        shape=preset(spec.model),
+        batch=spec.batch_size,
+        sequence=spec.sequence_length,
+        checkpoint=spec.checkpoint,
+        units="block" if spec.units == "auto" else spec.units,
+        **vars(step_choices(spec)) | _of_muon(spec),
+    )
 
 
 def step_choices(spec: RunSpec) -> StepChoices:
-    """What of a run counts for its memory whatever it trains, under AdamW."""
+    """Return what of a run counts for its memory whatever it trains, under AdamW."""
     shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return StepChoices(
-        strategy=spec.strategy, shards=shards, replicas=spec.world_size // shards,
-        itemsize=2 if spec.precision == "bf16" else 4, micro_batches=spec.micro_batches, prefetch=spec.prefetch,
-        offloads=spec.offload != "none", foreach=spec.optimizer == "adamw-foreach",
-    )  # fmt: skip
+        strategy=spec.strategy,
+        shards=shards,
+        replicas=spec.world_size // shards,
+        itemsize=2 if spec.precision == "bf16" else 4,
+        micro_batches=spec.micro_batches,
+        prefetch=spec.prefetch,
+        offloads=spec.offload != "none",
+        foreach=spec.optimizer == "adamw-foreach",
+    )
 
 
 def _of_muon(spec: RunSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Short child processes that look at the GPUs, so that the process that asks never has a CUDA context.
+"""Looks at the GPUs in short child processes, so that the process that asks never has a CUDA context.
 
 A GPU in compute mode EXCLUSIVE_PROCESS takes one process: a context in `fsdplab doctor`, or in the process that starts
 the ranks, would keep the rank out. A driver that hangs or crashes ends a child only.
@@ -28,24 +28,26 @@ _ANSWER_S = 30.0  # for the second process of `ipc`
 
 
 def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
-    """What the probe found in a process of its own, as a dict; `error` says in one line why it found nothing.
+    """Return what the probe found in a process of its own, as a dict; `error` says in one line why it found nothing.
 
     `ask("ipc")` is `{"refused": ""}` where a second process can open the memory of a GPU.
     """
     words = ("fsdplab.sessions.gpu_probes", probe, device)
     with tempfile.TemporaryDirectory(prefix="probe-", dir=folder_of_this_process()) as folder:
-        code, wrong = run_within(words, limit_s, log := Path(folder) / "log")
+        log = Path(folder) / "log"
+        code, wrong = run_within(words, limit_s, log)
         if not wrong:
             return dict(answer_in(log))
-    hangs = f"no answer within {limit_s:.0f} s: the driver hangs; look at its log with dmesg"
-    return {"error": hangs if code == TOO_LONG else wrong}
+    if code == TOO_LONG:
+        wrong = f"no answer within {limit_s:.0f} s: the driver hangs; look at its log with dmesg"
+    return {"error": wrong}
 
 
 # ---- what runs in the child
 
 
 def machine(device: str) -> Found:
-    """Versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
+    """Return versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
     import torch
 
     from fsdplab.sessions.worker.environment import capture_environment
@@ -55,8 +57,9 @@ def machine(device: str) -> Found:
     found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    found["advice"] = [gpus.shm_complaint(shm.f_frsize * shm.f_blocks)] if shm else []
+    if os.path.isdir("/dev/shm"):
+        shm = os.statvfs("/dev/shm")
+        found["advice"].append(gpus.shm_complaint(shm.f_frsize * shm.f_blocks))
     if not wrong and not torch.cuda.is_available():
         found["blocks"] = f"torch {torch.__version__} finds no GPU; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
     if found["blocks"]:
@@ -68,32 +71,32 @@ def machine(device: str) -> Found:
         mode = gpus.compute_mode(index)
         found["advice"].append(gpus.mode_complaint(mode))
         found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == gpus.EXCLUSIVE})
-    found["advice"] = [*dict.fromkeys(filter(None, found["advice"]))]
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": "".join(driver[:1]) or None}
+    found["advice"] = [*dict.fromkeys(advice for advice in found["advice"] if advice)]
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    if versions and versions[0]:  # a line for each GPU
+        found["driver"] = versions[0]
+    return found
 
 
 def _gpu(device: str, name: str, capability: tuple[int, int]) -> Found:
-    """One device: what eight ones sum to there (8.0), or the error of the kernel; bytes in all and free."""
+    """Describe one device: what eight ones sum to there (8.0), or the error of the kernel; bytes in all and free."""
     import torch
 
-    shown: Found = {
-        "device": device,
-        "name": name,
-        "capability": f"{capability[0]}.{capability[1]}",
-        "exclusive": False,
-    }
+    gpu: Found = {"device": device, "name": name, "capability": f"{capability[0]}.{capability[1]}", "exclusive": False}
     try:
-        free, total = torch.cuda.mem_get_info(device) if device != "cpu" else (0, 0)
+        free, total = 0, 0
+        if device != "cpu":
+            free, total = torch.cuda.mem_get_info(device)
         ones = float(torch.ones(8, device=device).sum())
     except RuntimeError as error:  # no kernel for this GPU, a GPU that another process holds, no memory
-        return shown | {"bytes": 0, "free": 0, "sum": None, "error": str(error).splitlines()[0][:300]}
-    return shown | {"bytes": total, "free": free, "sum": ones, "error": ""}
+        return gpu | {"bytes": 0, "free": 0, "sum": None, "error": str(error).splitlines()[0][:300]}
+    return gpu | {"bytes": total, "free": free, "sum": ones, "error": ""}
 
 
 def ipc(device: str) -> Found:
-    """Why a second process cannot open the memory of this one's GPU, which is the machine's choice; "" where it opens
-    it. `wrong` where it reads other than what is there.
+    """Return why a second process cannot open the memory of this one's GPU, which is the machine's choice; "" where it
+    opens it. `wrong` where it reads other than what is there.
     """
     from multiprocessing.reduction import ForkingPickler
 
@@ -102,30 +105,34 @@ def ipc(device: str) -> Found:
 
     written = torch.arange(64, dtype=torch.uint8).to(device)  # by a copy: no kernel is needed
     try:
-        told = bytes(ForkingPickler.dumps(written))
+        handle = bytes(ForkingPickler.dumps(written))
     except RuntimeError as error:  # the driver gives no handle
         return {"refused": str(error).splitlines()[0][:200], "wrong": ""}
     context = processes.get_context("spawn")
-    mine, other = context.Pipe()
-    reader = context.Process(target=_read_by_ipc, args=(told, other), daemon=True)
+    receiving, sending = context.Pipe()
+    reader = context.Process(target=_read_by_ipc, args=(handle, sending), daemon=True)
     reader.start()
-    other.close()
+    sending.close()
+    answer: Any = f"the second process gave no answer within {_ANSWER_S:.0f} s"
     try:
-        got = mine.recv() if mine.poll(_ANSWER_S) else f"the second process gave no answer within {_ANSWER_S:.0f} s"
+        if receiving.poll(_ANSWER_S):
+            answer = receiving.recv()
     except EOFError:
         reader.join(_ANSWER_S)
-        got = f"the second process ended with exit code {reader.exitcode} before it had read anything"
+        answer = f"the second process ended with exit code {reader.exitcode} before it had read anything"
     finally:
         reader.kill()
-    if isinstance(got, str):
-        return {"refused": got, "wrong": ""}
-    wrong = "" if got == [*range(64)] else f"the second process reads {got[:4]}..., expected [0, 1, 2, 3]..."
+    if isinstance(answer, str):  # what went wrong, in place of the numbers
+        return {"refused": answer, "wrong": ""}
+    wrong = ""
+    if answer != [*range(64)]:
+        wrong = f"the second process reads {answer[:4]}..., expected [0, 1, 2, 3]..."
     return {"refused": wrong, "wrong": wrong}
 
 
-def _read_by_ipc(told: bytes, answer: Any) -> None:
+def _read_by_ipc(handle: bytes, answer: Any) -> None:
     try:
-        answer.send(pickle.loads(told).cpu().tolist())
+        answer.send(pickle.loads(handle).cpu().tolist())
     except (RuntimeError, OSError) as error:
         answer.send(str(error).splitlines()[0][:200])
 

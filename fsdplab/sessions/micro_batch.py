@@ -70,7 +70,7 @@ class Trainable(Protocol):
 
 
 def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatch:
-    """The first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
+    """Record the first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
     batch = workload.batch(At(0, 0, choices.world_size, seed=choices.seed))
     try:
         with unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -84,9 +84,10 @@ def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatc
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Without torch's own log of an operator that fails on fake tensors: its error is raised, too."""
+    """Silence torch's own log of an operator that fails on fake tensors: its error is raised, too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    before = log.disabled
+    log.disabled = True
     try:
         yield
     finally:
@@ -94,25 +95,29 @@ def unlogged() -> Iterator[None]:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """`model` with fake tensors of the CPU instead of its own; what is shared stays shared."""
-    made: dict[int, Tensor] = {}
+    """Give `model` fake tensors of the CPU instead of its own; what is shared stays shared."""
+    fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        return made[id(tensor)]
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            fakes[id(tensor)] = new
+        return fakes[id(tensor)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers, module.__dict__):
-            held |= {name: fake(value) for name, value in held.items() if isinstance(value, Tensor)}
+        for attributes in (module._parameters, module._buffers, module.__dict__):
+            for name, value in [*attributes.items()]:
+                if isinstance(value, Tensor):
+                    attributes[name] = fake(value)
     return model
 
 
 def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordChoices, real: bool) -> MicroBatch:
     log = StorageLog(with_scratch=not choices.on_card)
     runtime, stored = _hooked(model, choices, log)
-    tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     for tensor in (*model.buffers(), *tensors):
         log.know(tensor)
     with log:
@@ -121,51 +126,61 @@ def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordCh
             loss.backward()
         del loss
     return MicroBatch(
-        {name: stored[name] for name in runtime.units}, log.events(), _bytes_of(tensors), _bytes_of(model.buffers()),
-        log.flops, log.moved, real,
-    )  # fmt: skip
+        {name: stored[name] for name in runtime.units},
+        log.events(),
+        _bytes_of(tensors),
+        _bytes_of(model.buffers()),
+        log.flops,
+        log.moved,
+        real,
+    )
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    """Sum the bytes of their storages, each counted once."""
+    by_address = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        by_address[storage._cdata] = storage.nbytes()
+    return sum(by_address.values())
 
 
 # ---- when the engine would act
 
 
 def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[_Calls, dict[str, tuple[Stored, ...]]]:
-    """Put the engine's hooks on the units of `model`; what these call, and the units' parameters."""
+    """Put the engine's hooks on the units of `model`; return what these call, and the units' parameters."""
     recompute = recompute_of(choices.checkpoint)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if choices.low_precision else None)
     names = {module: name or "root" for name, module in model.named_modules()}
     stored: dict[str, tuple[Stored, ...]] = {}
-    hooks = []
+    hooks: dict[str, UnitHooks] = {}
+    # inner units first, the root last: a parameter belongs to the innermost unit around it
     for module in [*reversed(select_units(model, choices.units(model))), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
-        name = names[module]
-        owned = {parameter: first for parameter, (first, _) in owned_parameters([module], set()).items()}
-        stored[name] = tuple(_stored(parameter, first, name, policy, log) for parameter, first in owned.items())
-        hooks.append(UnitHooks([module], Unit(_NoMemory(name, owned, policy), None)))
-    units = {each.unit.name: each.unit for each in reversed(hooks)}
-    regions = _RANDOM_STATE if recompute is not None else 0
-    runtime = _Calls({name: units[name] for name in names.values() if name in units}, log, regions)
-    for each in hooks:
-        each.runtime = runtime
+        unit = names[module]
+        owned = {parameter: name for parameter, (name, _) in owned_parameters([module], set()).items()}
+        stored[unit] = tuple(_stored(parameter, name, unit, policy, log) for parameter, name in owned.items())
+        hooks[unit] = UnitHooks([module], Unit(_NoMemory(unit, owned, policy), None))
+    in_order = {name: hooks[name].unit for name in names.values() if name in hooks}
+    random_state = _RANDOM_STATE if recompute is not None else 0
+    runtime = _Calls(in_order, log, random_state)
+    for unit_hooks in hooks.values():
+        unit_hooks.runtime = runtime
     return runtime, stored
 
 
 def _stored(parameter: nn.Parameter, name: str, unit: str, policy: MixedPrecisionPolicy, log: StorageLog) -> Stored:
-    """What the unit stores of it; from now on it is as it computes, and its gradient is noted."""
-    rests, low = parameter.dtype, policy.param_dtype
-    if low and rests.is_floating_point:
-        parameter.data = parameter.data.to(low)
+    """Return what the unit stores of it; from now on it has the dtype of computing, and its gradient is noted."""
+    stored_dtype = parameter.dtype
+    if policy.param_dtype and stored_dtype.is_floating_point:
+        parameter.data = parameter.data.to(policy.param_dtype)
     log.know(parameter)
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(partial(log.note_gradient, unit, name))
-    return Stored(name, tuple(parameter.shape), rests.itemsize, parameter.dtype.itemsize, parameter.requires_grad)
+    shape = tuple(parameter.shape)
+    return Stored(name, shape, stored_dtype.itemsize, parameter.dtype.itemsize, parameter.requires_grad)
 
 
 class _NoMemory(Memory):
@@ -254,7 +269,7 @@ class _Calls(Runtime):
         self._ends = False
 
     def _kept_for(self, unit: Unit) -> int:
-        """A number that no storage has."""
+        """Return a number that no storage has."""
         return -2 - [*self.units].index(unit.name)
 
     def _hand_out_undecided(self) -> None: ...
@@ -264,7 +279,7 @@ class _Calls(Runtime):
 
 
 class StorageLog(TorchDispatchMode):
-    """The storages of all results of operators, from their beginning to their end, between the calls of hooks."""
+    """Notes the storages of all results of operators, from their beginning to their end, between the calls of hooks."""
 
     def __init__(self, with_scratch: bool = True) -> None:
         super().__init__()
@@ -281,7 +296,7 @@ class StorageLog(TorchDispatchMode):
         self._same: dict[int, int] = {}  # storage -> an earlier one that it would have been written into
 
     def know(self, tensor: Tensor) -> None:
-        """Its storage is no part of the recording."""
+        """Leave its storage out of the recording."""
         self._numbers[tensor.untyped_storage()._cdata] = 0
 
     def note(self, event: Event) -> None:
@@ -289,56 +304,65 @@ class StorageLog(TorchDispatchMode):
         self._events.append(event)
 
     def note_gradient(self, unit: str, name: str, parameter: nn.Parameter) -> None:
-        """Autograd has left a gradient; from now on only the unit holds it."""
+        """Note that autograd has left a gradient; from now on only the unit holds it."""
         assert parameter.grad is not None
         number = self._numbers[parameter.grad.untyped_storage()._cdata]
-        parameter.grad = None
+        parameter.grad = None  # which frees it, so the last events have its end
         number = self._same.get(number, number)
-        at = next(index for index in reversed(range(len(self._events))) if self._events[index] == Free(number))
+        at = len(self._events) - 1
+        while self._events[at] != Free(number):
+            at -= 1
         self._events.insert(at, Gradient(unit, name, number))
         self._gradients.add(number)
 
     def events(self) -> list[Event]:
-        """All that was noted; storages that became gradients are so from their beginning."""
-        return [
-            each._replace(category="unsharded_gradients")
-            if isinstance(each, Allocate) and each.storage in self._gradients
-            else each
-            for each in self._events
-        ]
+        """Return all that was noted; storages that became gradients are so from their beginning."""
+        events: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Allocate) and event.storage in self._gradients:
+                event = event._replace(category="unsharded_gradients")
+            events.append(event)
+        return events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
         self._summed = 0, set()
         result = func(*args, **given)
         taken = taken_by(func, args, result) if self._with_scratch else Taken()
-        results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        for each, nbytes in zip(results, taken.results, strict=bool(taken.results)):
-            _have(each, nbytes)
-        made = [number for each in results if (number := self._see(each))]
-        if self._between and func is torch.ops.aten.add.Tensor and made:
-            self._summed = made[0], {self._number(each) for each in args[:2] if _may_be_written(each)}
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor, nbytes in zip(results, taken.results, strict=bool(taken.results)):
+            _have(tensor, nbytes)
+        numbers = [self._see(tensor) for tensor in results]
+        new = [number for number in numbers if number]
+        if self._between and func is torch.ops.aten.add.Tensor and new:
+            self._summed = new[0], {self._number(term) for term in args[:2] if _may_be_written(term)}
         if taken.scratch:
             self._events += [Allocate(-1, taken.scratch, "activations"), Free(-1)]
-        self._count(func, args, given, result, bool(made))
+        self._count(func, args, given, result, bool(new))
         return result
 
     def _count(self, func: Any, args: tuple, given: dict[str, Any], result: Any, makes: bool) -> None:
-        """The arithmetic of products, and of other operators the bytes that they read and write; views do neither."""
+        """Count the arithmetic of products, and of other operators the bytes that they read and write; views do
+        neither.
+        """
         phase = "backward" if compat.inside_backward() else "forward"
-        key, count = (self.unit, phase), flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops[key] = self.flops.get(key, 0) + count(*args, **given, out_val=result)
+        key = (self.unit, phase)
+        flops_of = flop_registry.get(func._overloadpacket)
+        if flops_of is not None:
+            self.flops[key] = self.flops.get(key, 0) + flops_of(*args, **given, out_val=result)
         elif makes or func._schema.is_mutable:
-            touched = [each for each in tree_leaves((args, given, result)) if isinstance(each, Tensor)]
-            self.moved[key] = self.moved.get(key, 0) + sum(each.numel() * each.element_size() for each in touched)
+            nbytes = 0
+            for leaf in tree_leaves((args, given, result)):
+                if isinstance(leaf, Tensor):
+                    nbytes += leaf.numel() * leaf.element_size()
+            self.moved[key] = self.moved.get(key, 0) + nbytes
 
     def _number(self, tensor: Tensor) -> int:
         number = self._numbers.get(tensor.untyped_storage()._cdata, 0)
         return self._same.get(number, number)
 
     def _see(self, tensor: Tensor) -> int:
-        """The number of a new storage; 0 for one that is known."""
+        """Return the number of a new storage; 0 for one that is known."""
         if tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -358,12 +382,16 @@ class StorageLog(TorchDispatchMode):
             # without a dispatch mode, autograd would have summed in place: one storage goes on as the other
             self._summed = 0, set()
             at = len(self._events) - 1
-            while not (isinstance(begun := self._events[at], Allocate) and begun.storage == made):
+            while not self._begins(self._events[at], made):
                 at -= 1
             del self._events[at]
             self._same[made] = number
             return
         self._events.append(Free(number))
+
+    @staticmethod
+    def _begins(event: Event, number: int) -> bool:
+        return isinstance(event, Allocate) and event.storage == number
 
     @contextmanager
     def between_nodes(self, loss: Tensor) -> Iterator[None]:
@@ -375,9 +403,9 @@ class StorageLog(TorchDispatchMode):
         def before(*_: Any) -> None:
             self._between, self._summed = False, (0, set())
 
-        handles = [
-            handle for node in _nodes(loss) for handle in (node.register_prehook(before), node.register_hook(after))
-        ]
+        handles = []
+        for node in _nodes(loss):
+            handles += [node.register_prehook(before), node.register_hook(after)]
         yield
         for handle in handles:
             handle.remove()
@@ -391,17 +419,18 @@ def _have(tensor: Tensor, nbytes: int) -> None:
 
 
 def _nodes(loss: Tensor) -> list[Any]:
-    """The nodes of a graph that compute gradients."""
-    found: dict[Any, None] = {}
+    """Return the nodes of a graph that compute gradients."""
+    nodes: dict[Any, None] = {}
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found and node.name() != "torch::autograd::AccumulateGrad":
-            found[node] = None
-            waiting += [each for each, _ in node.next_functions]
-    return list(found)
+        if node is None or node in nodes or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        nodes[node] = None
+        waiting += [next_node for next_node, _ in node.next_functions]
+    return list(nodes)
 
 
 def _may_be_written(tensor: Any) -> bool:
-    """Whether autograd may sum into a gradient that nobody else holds: no view, and in one piece."""
+    """Return whether autograd may sum into a gradient that nobody else holds: no view, and in one piece."""
     return isinstance(tensor, Tensor) and not tensor._is_view() and is_dense(tensor)

@@ -52,68 +52,82 @@ class OwnCard:
     doubts: tuple[str, ...]
 
     def as_file(self) -> dict[str, Any]:
-        """A file for `--gpu`. Its figures stand where a data sheet's do, of which plans take a part: so they are larger
-        by that part, and a plan reaches what was measured.
+        """Return the content of a file for `--gpu`.
+
+        Its figures stand where a data sheet's do, of which plans take a part: so they are larger by that part, and a
+        plan reaches what was measured.
         """
-        tflops = self.products.per_s / 1e12
-        link = f"{self.link.per_s / LINK_EFFICIENCY / 1e9:.4g}GB/s" if self.link else "pcie4"
+        link = "pcie4"
+        if self.link:
+            link = f"{self.link.per_s / LINK_EFFICIENCY / 1e9:.4g}GB/s"
+        tflops = _four_digits(self.products.per_s / 1e12)
         return {
-            "name": self.name[:40], "memory_gib": round(self.memory / 2**30, 2), "link": link,
-            "hbm_tb_per_s": float(f"{self.traffic.per_s / HBM_EFFICIENCY / 1e12:.4g}"),
-            "bf16_tflops": float(f"{tflops:.4g}"), "measured_bf16_tflops": float(f"{tflops:.4g}"),
-        }  # fmt: skip
+            "name": self.name[:40],
+            "memory_gib": round(self.memory / 2**30, 2),
+            "link": link,
+            "hbm_tb_per_s": _four_digits(self.traffic.per_s / HBM_EFFICIENCY / 1e12),
+            "bf16_tflops": tflops,
+            "measured_bf16_tflops": tflops,
+        }
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def measure_card(seconds: float, on_progress: Callable[[str], None] = lambda what: None) -> OwnCard:
     """Measure for about so many seconds; `on_progress` gets what is being measured."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, nbytes = _MOST[device]
-    others, each = torch.cuda.device_count() - 1 if device == "cuda" else 0, seconds / 3
+    part_s = seconds / 3
     on_progress("matrix products in bfloat16")
-    products = _rate(lambda size: _product(device, size), 256, rows, each)
+    products = _rate(lambda size: _product(device, size), 256, rows, part_s)
     on_progress("memory")
-    traffic = _rate(lambda size: _copy(device, device, size, 2), 2**20, nbytes, each)
+    traffic = _rate(lambda size: _copy(device, device, size, 2), 2**20, nbytes, part_s)
     link = None
-    if device == "cpu" or others > 0:
-        on_progress("the link between two devices" if others > 0 else "what one rank copies from another's memory")
-        to = "cuda:1" if others > 0 else "cpu"
-        link = _rate(lambda size: _copy(device, to, size, 1), 2**20, nbytes, each)
-    name, memory = cpu_model(), memory_bytes()
-    if device == "cuda":
+    if device == "cpu":
+        name, memory = cpu_model(), memory_bytes()
+        on_progress("what one rank copies from another's memory")
+        link = _rate(lambda size: _copy("cpu", "cpu", size, 1), 2**20, nbytes, part_s)
+    else:
         gpu = torch.cuda.get_device_properties(0)
         name, memory = gpu.name, gpu.total_memory
-    rates = [("matrix products", products), ("memory", traffic), *([("link", link)] if link else [])]
-    return OwnCard(name, device, memory, products, traffic, link, tuple(_doubts(device, link, rates)))
+        if torch.cuda.device_count() > 1:
+            on_progress("the link between two devices")
+            link = _rate(lambda size: _copy("cuda", "cuda:1", size, 1), 2**20, nbytes, part_s)
+    doubts = _doubts(device, {"matrix products": products, "memory": traffic, "link": link})
+    return OwnCard(name, device, memory, products, traffic, link, tuple(doubts))
 
 
-def _doubts(device: str, link: Rate | None, rates: list[tuple[str, Rate]]) -> list[str]:
-    found = []
+def _doubts(device: str, rates: dict[str, Rate | None]) -> list[str]:
+    """List what makes the figures doubtful, a sentence each."""
+    doubts = []
     if device == "cpu":
-        found.append("there is no GPU here: these are the CPU's figures, for a plan of a job on such CPUs")
-    if link is None:
-        found.append("there is one GPU here: its link is taken as PCIe 4's; write the link's name into the file")
+        doubts.append("there is no GPU here: these are the CPU's figures, for a plan of a job on such CPUs")
+    if rates["link"] is None:
+        doubts.append("there is one GPU here: its link is taken as PCIe 4's; write the link's name into the file")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores() + 0.5:
         wanted = f"{load:.1f} processes want its {cores()} cores"
-        found.append(f"the machine is busy: {wanted}; measure again when it is idle")
-    unsteady = [name for name, rate in rates if rate.spread > _UNSTEADY]
+        doubts.append(f"the machine is busy: {wanted}; measure again when it is idle")
+    unsteady = [name for name, rate in rates.items() if rate is not None and rate.spread > _UNSTEADY]
     if unsteady:
-        found.append(f"repetitions differ by more than {_UNSTEADY:.0%}: {', '.join(unsteady)}")
-    return found
+        doubts.append(f"repetitions differ by more than {_UNSTEADY:.0%}: {', '.join(unsteady)}")
+    return doubts
 
 
 def _rate(make: Callable[[int], tuple[Callable[[], None], float]], size: int, most: int, seconds: float) -> Rate:
-    """What `make`'s work of a size does a second: the size grows to `most`, or until a repetition is long enough."""
+    """Measure what `make`'s work does a second: its size grows to `most`, or until a repetition is long enough."""
     end = time.perf_counter() + seconds
     work, amount = make(size)
     while fastest(work, 3) < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
         size *= 2
         work, amount = make(size)
-    found = [timed(work) for _ in range(3)]
+    times = [timed(work) for _ in range(3)]
     while time.perf_counter() < end:
-        found.append(timed(work))
-    low, middle, high = statistics.quantiles(found, n=4)
-    return Rate(amount / min(found), (high - low) / middle, len(found))
+        times.append(timed(work))
+    low, middle, high = statistics.quantiles(times, n=4)
+    return Rate(amount / min(times), (high - low) / middle, len(times))
 
 
 def _product(device: str, size: int) -> tuple[Callable[[], None], float]:
@@ -128,12 +142,12 @@ def _product(device: str, size: int) -> tuple[Callable[[], None], float]:
 
 
 def _copy(source: str, target: str, nbytes: int, passes: int) -> tuple[Callable[[], None], float]:
-    """A copy, whose bytes pass memory twice, and a link once."""
-    given = torch.ones(nbytes, dtype=torch.uint8, device=source)
-    taken = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    """Return a copy, whose bytes pass memory twice, and a link once."""
+    original = torch.ones(nbytes, dtype=torch.uint8, device=source)
+    copy = torch.empty(nbytes, dtype=torch.uint8, device=target)
 
     def work() -> None:
-        taken.copy_(given)
+        copy.copy_(original)
         _wait(source)
 
     return work, float(passes * nbytes)

@@ -1,4 +1,4 @@
-"""What the step of an optimizer of one's own holds: one is taken on tensors without values.
+"""Finds the memory that a step of a user's own optimizer holds: one is taken on tensors without values.
 
 On the meta device every operator of a looped optimizer runs, and its counts of steps are real; a fused one has kernels
 for devices alone, so it steps fake tensors of the CPU.
@@ -37,7 +37,7 @@ class OwnStep:
 
 @lru_cache(maxsize=16)
 def own_step(task: Workload, seed: int) -> OwnStep:
-    """The step of the workload's own optimizer on its whole model."""
+    """Return the step of the workload's own optimizer on its whole model."""
     try:
         return _stepped(task, task.build("meta", seed))
     except Exception:  # of the optimizer's own code, which may refuse this device
@@ -50,8 +50,8 @@ def own_step(task: Workload, seed: int) -> OwnStep:
 
 
 def _stepped(task: Workload, model: nn.Module) -> OwnStep:
-    """Two steps, of which the first makes the state and the second tells the temporaries."""
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    """Take two steps, of which the first makes the state and the second shows the temporaries."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = task.optimizer(parameters)
     assert optimizer is not None, "asked of a workload with an optimizer"
     if isinstance(optimizer, torch.optim.Muon):
@@ -59,35 +59,39 @@ def _stepped(task: Workload, model: nn.Module) -> OwnStep:
     events: list[Event] = []
     for _ in range(2):
         events = _step(optimizer, parameters)
-    state = [
-        (parameter, each) for parameter, held in optimizer.state.items() for each in held.values()
-        if isinstance(each, Tensor) and each.numel() > 1
-    ]  # fmt: skip
-    if odd := next((each.shape for parameter, each in state if each.numel() != parameter.numel()), None):
-        return OwnStep(
-            why_not=f"its optimizer keeps state of shape {list(odd)}, not a value an element, so a shard's is not known"
-            " before it steps"
-        )
-    nbytes = sum(each.numel() * each.element_size() for _, each in state)
-    return OwnStep(nbytes / sum(each.numel() for each in parameters), _most(events))
+    nbytes = 0
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if not isinstance(value, Tensor) or value.numel() <= 1:  # a count of steps
+                continue
+            if value.numel() != parameter.numel():
+                return OwnStep(
+                    why_not=f"its optimizer keeps state of shape {list(value.shape)}, not a value an element, so a"
+                    " shard's is not known before it steps"
+                )
+            nbytes += value.numel() * value.element_size()
+    elements = sum(parameter.numel() for parameter in parameters)
+    return OwnStep(nbytes / elements, _most(events))
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Event]:
-    """The storages that a step begins and ends."""
+    """Return the storages that a step begins and ends."""
     log = StorageLog(with_scratch=False)
-    held = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                log.know(value)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-        held += [parameter, parameter.grad]
-    for each in held:
-        log.know(each)
+        log.know(parameter)
+        log.know(parameter.grad)
     with log:
         optimizer.step()
     return log.events()
 
 
 def _most(events: Sequence[Event]) -> int:
-    """Bytes at the fullest moment."""
+    """Return the bytes that are alive at the fullest moment."""
     alive: dict[int, int] = {}
     most = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""A step of a model of one's own on GPUs that are not here, as the strategy lab compares it: from its recording."""
+"""Plans a step of a user's own model on GPUs that are not here, from its recording, for the strategy lab."""
 
 from __future__ import annotations
 
@@ -41,8 +41,15 @@ class OwnPlan(PlanSpec):
 
 
 def own_plan(of: RunSpec, gpu: Gpu, **mesh: Any) -> OwnPlan:
-    """The plan of a step of `of` on GPUs; `mesh` are their number, the strategy and other fields of a PlanSpec."""
+    """Plan a step of `of` on GPUs; `mesh` are their number, the strategy and other fields of a PlanSpec."""
     return OwnPlan(
-        model=named_shape(name_of(of.model)), gpu=gpu, seq=1, param_dtype=of.precision, checkpointing=of.checkpoint,
-        optimizer=of.optimizer, prefetch=of.prefetch, of=of, **mesh,
-    )  # fmt: skip
+        model=named_shape(name_of(of.model)),
+        gpu=gpu,
+        seq=1,
+        param_dtype=of.precision,
+        checkpointing=of.checkpoint,
+        optimizer=of.optimizer,
+        prefetch=of.prefetch,
+        of=of,
+        **mesh,
+    )

@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: peak memory by category, bytes sent, seconds of a step. Starts no process.
+"""Predicts what a run will take: peak memory by category, bytes sent, seconds of a step. Starts no process.
 
 Memory is played allocation by allocation (planning/lab_memory), bytes are the formula's, seconds need a calibration
 of this machine. What no model here covers is None, with the reason: another engine's buffers, a GPU's allocator, a
@@ -43,15 +43,17 @@ class Prediction:
     @property
     def peak_bytes(self) -> int | None:
         """The sum of the categories at the peak."""
-        return None if self.by_category is None else sum(self.by_category.values())
+        if self.by_category is None:
+            return None
+        return sum(self.by_category.values())
 
     def recorded(self) -> Predicted:
-        """As a record keeps it."""
+        """Return it as a record keeps it."""
         return Predicted(Peak(self.peak_bytes, self.by_category), self.step_time_s, self.exposed_s, self.why_not)
 
 
 def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction:
-    """Peak memory by category, bytes sent by a rank in a step, and with a calibration seconds of a step.
+    """Predict peak memory by category, bytes sent by a rank in a step, and with a calibration seconds of a step.
 
     >>> predict(RunSpec(strategy="full_shard", model="gpt-tiny")).bytes_per_step
     764160
@@ -60,32 +62,38 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
         return Prediction(None, None, None, None, None, "the twin is no rank of a run")
     if spec.own_model:
         return predict_own(spec)
-    why_not, traffic = _not_modelled(spec), traffic_of(spec, spec.strategy)
+    why_not = _not_modelled(spec)
+    traffic = traffic_of(spec, spec.strategy)
     if why_not:
         return _prediction(spec, traffic, None, None, why_not)
-    return _prediction(spec, traffic, dict(_peak(lab_run(spec))), _seconds(spec, traffic, calibration), "")
+    peak = dict(_peak(lab_run(spec)))
+    return _prediction(spec, traffic, peak, _seconds(spec, traffic, calibration), "")
 
 
 def predict_own(spec: RunSpec) -> Prediction:
-    """The prediction of a model of one's own, from a recording of its first micro-batch in this process."""
-    if why_not := _not_modelled(spec):
+    """Predict a user's own model from a recording of its first micro-batch in this process."""
+    why_not = _not_modelled(spec)
+    if why_not:
         return Prediction(None, None, None, None, None, why_not)
     from fsdplab.sessions.recorded_model import own_step_of, recording_or_why  # which imports torch
 
     recording = recording_or_why(spec)
     if isinstance(recording, str):
         return Prediction(None, None, None, None, None, recording)
-    own = own_step_of(spec)
-    found = predict_recorded(spec, recording, own)
-    return replace(found, by_category=None, fits=None, why_not=own.why_not) if own and own.why_not else found
+    own_step = own_step_of(spec)
+    prediction = predict_recorded(spec, recording, own_step)
+    if own_step and own_step.why_not:
+        return replace(prediction, by_category=None, fits=None, why_not=own_step.why_not)
+    return prediction
 
 
 def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None = None) -> Prediction:
-    """The same for any model, from a recording of one of its micro-batches (`sessions/micro_batch.py`) with the units,
-    the precision and the checkpointing of `spec`, and the step of its own optimizer. Seconds are not known before a
-    run.
+    """Predict the same for any model, from a recording of one of its micro-batches (`sessions/micro_batch.py`) with the
+    units, the precision and the checkpointing of `spec`, and the step of its own optimizer. Seconds are not known
+    before a run.
     """
-    why_not, choices = _not_modelled(spec), step_choices(spec)
+    why_not = _not_modelled(spec)
+    choices = step_choices(spec)
     replicas = spec.replicas if spec.row.in_groups else 1
     traffic = recorded_traffic(recording, spec.strategy, spec.world_size, replicas, spec.micro_batches)
     if own is not None:
@@ -94,22 +102,31 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None =
         )
     elif spec.optimizer == "muon":
         stepping = recorded_muon(recording, spec.world_size // replicas, not spec.row.cuts)
-        (packed, other), state = stepping.held, recorded_state_bytes(recording)
+        packed, other = stepping.held
+        state = recorded_state_bytes(recording)
         choices = replace(choices, state_bytes=state, step_buffers=packed, step_scratch=other)
         traffic += stepping.traffic()
-    return _prediction(spec, traffic, None if why_not else peak_of_step(choices, recording), None, why_not)
+    peak = None
+    if not why_not:
+        peak = peak_of_step(choices, recording)
+    return _prediction(spec, traffic, peak, None, why_not)
 
 
 def _prediction(
     spec: RunSpec, traffic: Sequence[Traffic], peak: dict[str, int] | None, step: StepSeconds | None, why_not: str
 ) -> Prediction:
-    fits = None if peak is None or spec.card is None else sum(peak.values()) <= spec.card
-    step_s, exposed_s = (step.step_s, step.communication_s) if step else (None, None)
-    return Prediction(peak, sum(row.step_bytes for row in traffic), step_s, exposed_s, fits, why_not)
+    fits = None
+    if peak is not None and spec.card is not None:
+        fits = sum(peak.values()) <= spec.card
+    step_s, exposed_s = None, None
+    if step:
+        step_s, exposed_s = step.step_s, step.communication_s
+    sent = sum(row.step_bytes for row in traffic)
+    return Prediction(peak, sent, step_s, exposed_s, fits, why_not)
 
 
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
-    """The parts of a step; None where no rates are measured, and for a calibration of another number of ranks."""
+    """Return the parts of a step; None where no rates are measured, or for another number of ranks."""
     if calibration is None or calibration.ranks != spec.world_size or not _has_rates(spec):
         return None
     run = lab_run(spec)
@@ -117,7 +134,7 @@ def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration
 
 
 def needs_calibration(spec: RunSpec) -> bool:
-    """Whether the seconds of this run's step are predicted from a calibration of the machine."""
+    """Return whether the seconds of this run's step are predicted from a calibration of the machine."""
     return spec.engine == "lab" and not spec.own_model and not _not_modelled(spec) and _has_rates(spec)
 
 
@@ -127,7 +144,7 @@ def _has_rates(spec: RunSpec) -> bool:
 
 
 def _not_modelled(spec: RunSpec) -> str:
-    """Why the memory of a run is not predicted; empty where it is."""
+    """Return why the memory of a run is not predicted; empty where it is."""
     if spec.engine != "lab":
         return f"the buffers of {spec.engine} are its own and not modelled"
     if spec.device_type != "cpu":

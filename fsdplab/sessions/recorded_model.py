@@ -1,4 +1,4 @@
-"""A model of one's own, recorded for a prediction: of a run on this machine, or of a plan on GPUs that are not here.
+"""Records a user's own model for a prediction: of a run on this machine, or of a plan on GPUs that are not here.
 
 The recording is kept for a model and its units; other choices of a run or a plan only play it.
 """
@@ -28,7 +28,7 @@ from fsdplab.workloads.workload import Task
 
 
 def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
-    """The plan of a step of the model in a file; ModelError, HardwareError or PlanError in one line."""
+    """Return the plan of a step of the model in a file; ModelError, HardwareError or PlanError in one line."""
     path = Path(model).expanduser()
     if not path.is_file():
         raise ModelError(
@@ -50,17 +50,17 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
 
 
 def recording_on_gpus(of: RunSpec, gpus: int) -> MicroBatch:
-    """The first micro-batch of one of `gpus` ranks of a run, without the scratch memory of a CPU."""
+    """Return the first micro-batch of one of `gpus` ranks of a run, without the scratch memory of a CPU."""
     return _recorded(workload_of(of), of.units, of.precision, of.checkpoint, gpus, of.seed, on_card=True)
 
 
 def recording_of(spec: RunSpec) -> MicroBatch:
-    """The first micro-batch of a run, in its units and its precision; raises what the model's own code raises."""
+    """Record the first micro-batch of a run, in its units and precision; raises what the model's own code raises."""
     return _recorded(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
 
 
 def recording_or_why(spec: RunSpec) -> MicroBatch | str:
-    """The same, or one sentence on what the model's own code raised."""
+    """Return the same, or one sentence on what the model's own code raised."""
     try:
         return recording_of(spec)
     except (Exception, SystemExit) as error:  # of the model's own code, which may raise anything; its ranks say where
@@ -68,14 +68,14 @@ def recording_or_why(spec: RunSpec) -> MicroBatch | str:
 
 
 def unit_classes(spec: RunSpec) -> tuple[str, ...]:
-    """The names of the classes whose instances are the run's units; () where all is one unit. Raises as above."""
+    """Return the names of the classes of the run's units; () where all is one unit. Raises as above."""
     task = workload_of(spec)
     found = units_of(Sharding(units=spec.units), task.build("meta", spec.seed), task)
     return tuple(dict.fromkeys(type(module).__name__ for module in found.modules))
 
 
 def own_step_of(spec: RunSpec) -> OwnStep | None:
-    """The step of the optimizer that a run's model brings in place of the run's; None where it brings none."""
+    """Return the step of the optimizer that a run's model brings in place of the run's; None where it brings none."""
     workload = workload_of(spec)
     brings = isinstance(workload, Workload) and "optimizer" in workload.functions
     return own_step(workload, spec.seed) if brings else None
@@ -92,5 +92,5 @@ def _recorded(
 
 
 def steady_work(spec: RunSpec) -> StepWork:
-    """What a step of the run computes and sends on the steady card; raises what the model's own code raises."""
+    """Return what a step of the run computes and sends on the steady card; raises what the model's own code raises."""
     return recorded_work(plan_of(spec), recording_of(spec), efficiency=1.0).shared(streams=False)

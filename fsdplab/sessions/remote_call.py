@@ -1,4 +1,4 @@
-"""Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
+"""Calls a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
 
 The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
 caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
@@ -132,7 +132,7 @@ def _module(source: Path) -> ModuleType:
 
 
 def unsupported_type(value: object) -> str | None:
-    """The name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
+    """Return the name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
 
     Subclasses are unsupported: a DTensor cannot be read without its process group, a numpy number not without numpy.
     """

@@ -1,4 +1,4 @@
-"""`run`: start the ranks of one spec, follow them, and record what they did.
+"""Starts the ranks of one spec (`run`), follows them, and records what they did.
 
 Every run is recorded: a finished one, one that ran out of an emulated card, and a failed one with its report and steps.
 """
@@ -82,7 +82,9 @@ class StartedRun:
     ) -> None:
         self.spec = spec
         check_code(spec)
-        self._source = source_of(spec.model).text if spec.own_model else None  # as it was when the run began
+        self._source = None
+        if spec.own_model:
+            self._source = source_of(spec.model).text  # as it was when the run began
         self.folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
         self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
         self.mailbox.folder.mkdir(exist_ok=True)
@@ -91,9 +93,14 @@ class StartedRun:
         self._took_turns = False
         try:
             self._ranks = RunningRanks.start(
-                [*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.time_limit, spec.start, look,
+                [*program, str(self.mailbox.folder)],
+                self.mailbox,
+                spec.processes,
+                spec.time_limit,
+                spec.start,
+                look,
                 in_turns=in_turns,
-            )  # fmt: skip
+            )
         except BaseException:
             release_folder(self.folder)
             raise
@@ -123,12 +130,12 @@ class StartedRun:
         return record
 
     def resident_bytes(self) -> int:
-        """Memory that its ranks hold now, as far as the system says."""
+        """Return the memory that its ranks hold now, as far as the system says."""
         heartbeats = read_heartbeats(self.mailbox, self.spec.processes).values()
         return sum(resident_bytes(heartbeat.pid) or 0 for heartbeat in heartbeats)
 
     def so_far(self) -> RunRecord:
-        """What is known of a run that waits: memory, bytes sent, losses, prediction. Nothing is saved."""
+        """Return what is known of a run that waits: memory, bytes sent, losses, prediction. Nothing is saved."""
         return self._record(None)
 
     def _watch(self, to_the_end: bool) -> bool:
@@ -184,20 +191,29 @@ class _Follower:
 
 
 def reachable(spec: RunSpec) -> dict[str, Any]:
-    """The spec as ranks read it, which start in another folder and see the GPUs only where they run on them."""
-    text = str(Path(spec.text).expanduser().resolve()) if spec.text else None
-    model = str(Path(spec.model).expanduser().resolve()) if spec.own_model else spec.model
-    return {**spec.as_dict(), "text": text, "model": model, "device": spec.device_type}
+    """Return the spec as ranks read it, which start in another folder and see the GPUs only where they run on them."""
+    settings = spec.as_dict()
+    settings["device"] = spec.device_type
+    settings["text"] = _absolute(spec.text) if spec.text else None
+    if spec.own_model:
+        settings["model"] = _absolute(spec.model)
+    return settings
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _portable(spec: RunSpec) -> dict[str, Any]:
-    """The spec as a record keeps it: text and model by their names only, since a path identifies a machine."""
-    text = Path(spec.text).name if spec.text else None
-    return {**spec.as_dict(), "text": text, "model": name_of(spec.model)}
+    """Return the spec as a record keeps it: text and model by their names only, since a path identifies a machine."""
+    settings = spec.as_dict()
+    settings["text"] = Path(spec.text).name if spec.text else None
+    settings["model"] = name_of(spec.model)
+    return settings
 
 
 def check_code(spec: RunSpec) -> None:
-    """ModelError, before any rank starts, where a file of one's own cannot be imported or has other than functions."""
+    """Raise ModelError, before any rank starts, where a user's own file cannot be imported or lacks its functions."""
     if kind_of(spec.model) == FILE:
         from fsdplab.workloads.own.reading import workload_in  # which imports torch
 
@@ -206,12 +222,24 @@ def check_code(spec: RunSpec) -> None:
 
 def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed | None) -> RunRecord:
     ranks = range(spec.processes)
-    steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
-    results, memory = [*mailbox.reports("result").values()], mailbox.reports("memory")
-    ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
-    first = spec.untimed + spec.steps
-    trace_tables = tables_of(ranks, mailbox, ledger, folder, first, spec.as_dict()) if spec.profile else {}
+    steps, ledger, memory_rows, life = [], [], [], []
+    for rank in ranks:
+        steps += read_lines(mailbox.of(rank, "steps"))
+        ledger += read_lines(mailbox.of(rank, "ledger"))
+    results = [*mailbox.reports("result").values()]
+    for result in results:
+        life += result["life"]
+    memory = mailbox.reports("memory")
+    for peak in memory.values():
+        memory_rows += peak["rows"]
+    trace_tables = {}
+    if spec.profile:
+        first = spec.untimed + spec.steps
+        trace_tables = tables_of(ranks, mailbox, ledger, folder, first, spec.as_dict())
     summary = summarise(spec, steps, ledger, memory, _samples(mailbox), results, trace_tables)
+    provenance = _provenance(spec)
+    if summary.steady.step_time_s:
+        provenance["steady"] = "simulated"
     return RunRecord(
         folder,
         spec=_portable(spec),
@@ -219,36 +247,41 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
         status="failed" if failed else "finished",
         failure=failed.report.as_dict() if failed else None,
         summary=summary,
-        provenance=_provenance(spec) | ({"steady": "simulated"} if summary.steady.step_time_s else {}),
-        tables={
-            "steps": steps,
-            "ledger": ledger,
-            "memory": [row for peak in memory.values() for row in peak["rows"]],
-            "life": [row for result in results for row in result["life"]],
-            **trace_tables,
-        },
+        provenance=provenance,
+        tables={"steps": steps, "ledger": ledger, "memory": memory_rows, "life": life, **trace_tables},
     )
 
 
 def _samples(mailbox: Mailbox) -> int | None:
-    """Samples of all ranks in their first step; None for a model that reads tokens."""
-    told = [model["samples"] for model in mailbox.reports("workload").values()]
-    return sum(told) if told and None not in told else None
+    """Sum the samples of all ranks in their first step; None for a model that reads tokens."""
+    by_rank = [workload["samples"] for workload in mailbox.reports("workload").values()]
+    if not by_rank or None in by_rank:
+        return None
+    return sum(by_rank)
 
 
 def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
-    """The environment of rank 0; this process's if the ranks did not get that far."""
-    seen, told = mailbox.reports("environment").get(0), mailbox.reports("workload").get(0)
-    if seen is None:
+    """Return the environment of rank 0; this process's if the ranks did not get that far."""
+    environment = mailbox.reports("environment").get(0)
+    if environment is None:
         from fsdplab.sessions.worker.environment import capture_environment  # which imports torch
 
-        seen = capture_environment(spec.device_type)
-    return seen | ({"workload": told} if told else {})
+        environment = capture_environment(spec.device_type)
+    workload = mailbox.reports("workload").get(0)
+    if workload:
+        environment = environment | {"workload": workload}
+    return environment
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:
-    measured = ["losses", "step_time_s", *(["peak_memory_bytes"] if spec.memory else []), "ledger"]
-    others = {"formula_bytes_per_step": "simulated", **({"card": "emulated"} if spec.card is not None else {})}
+    """Say of each quantity of the record whether it was measured, emulated or simulated."""
+    measured = ["losses", "step_time_s"]
+    if spec.memory:
+        measured.append("peak_memory_bytes")
+    measured.append("ledger")
+    others = {"formula_bytes_per_step": "simulated"}
+    if spec.card is not None:
+        others["card"] = "emulated"
     if spec.offload != "none" and spec.device_type == "cpu":
         others["host_memory_beside_the_card"] = "emulated"
     if spec.linked and spec.engine != "twin":
@@ -263,9 +296,10 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
 def _tidy(mailbox: Mailbox) -> None:
     """Keep only the ranks' output in the mailbox; the rest is in the record."""
     for path in mailbox.folder.iterdir():
-        if is_written(path.relative_to(mailbox.folder.parent)) and (
-            path.suffix not in (".out", ".err") or not path.stat().st_size
-        ):
+        if not is_written(path.relative_to(mailbox.folder.parent)):
+            continue  # nothing of a run's: it stays
+        is_output = path.suffix in (".out", ".err") and path.stat().st_size
+        if not is_output:
             path.unlink()
     if not any(mailbox.folder.iterdir()):
         mailbox.folder.rmdir()

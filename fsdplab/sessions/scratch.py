@@ -1,4 +1,4 @@
-"""The memory that PyTorch's kernels on the CPU take inside an operator, which fake tensors do not show.
+"""Finds the memory that PyTorch's kernels on the CPU take inside an operator, which fake tensors do not show.
 
 That of common kernels follows from their source. Convolutions and recurrent layers leave it to oneDNN, which decides by
 the processor: such an operator is run once for each of its shapes, under the profiler.
@@ -25,9 +25,7 @@ from fsdplab.profiling.profiler import activities_on
 
 aten = torch.ops.aten
 MOST = 2**28  # bytes: an operator on more than these is not tried
-_TRIED = {
-    aten.convolution, aten.convolution_backward, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward,
-}  # fmt: skip
+_TRIED = {aten.convolution, aten.convolution_backward, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class _Like:
     dtype: torch.dtype
 
     def make(self) -> Tensor:
-        """One of zeros, of which no index is out of range."""
+        """Make one of zeros, of which no index is out of range."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu").zero_()
 
 
@@ -63,20 +61,27 @@ def one_thread() -> Iterator[None]:
 
 
 def taken_by(func: Any, args: tuple, result: Any) -> Taken:
-    """What `func` takes besides its visible results, on one thread."""
+    """Return what `func` takes besides its visible results, on one thread."""
     packet = func._overloadpacket
     if packet in _RULES:
         return Taken(_RULES[packet](args, result))
-    if (
-        packet not in _TRIED or torch.cuda.is_available()
-    ):  # a profile of the host would leave later ones without kernels
+    if packet not in _TRIED:
         return Taken()
-    tensors, tree = tree_flatten(args)
-    nbytes = sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
+    if torch.cuda.is_available():  # a profile of the host would leave later ones without kernels
+        return Taken()
+    # arguments that are equal for the kernel are equal, and can be hashed: shapes in the place of tensors
+    leaves: list[Any] = []
+    nbytes = 0
+    values, tree = tree_flatten(args)
+    for value in values:
+        if isinstance(value, Tensor):
+            nbytes += value.numel() * value.element_size()
+            leaves.append(_Like(tuple(value.shape), value.stride(), value.dtype))
+        else:
+            leaves.append(tuple(value) if isinstance(value, list) else value)
     if nbytes > MOST:
         return Taken()
-    leaves = [_Like(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in tensors]
-    return _tried(func, tuple(tuple(x) if isinstance(x, list) else x for x in leaves), tree)
+    return _tried(func, tuple(leaves), tree)
 
 
 @lru_cache(maxsize=512)
@@ -115,8 +120,11 @@ def _attention_backward(args: tuple, result: Any) -> int:
 
 
 def _layer_norm_backward(args: tuple, result: Any) -> int:
-    """The sums of one thread, for weight and bias."""
-    return 2 * result[1].numel() * result[1].element_size() if result[1] is not None else 0
+    """Return the bytes of one thread's sums for weight and bias."""
+    weight = result[1]
+    if weight is None:
+        return 0
+    return 2 * weight.numel() * weight.element_size()
 
 
 _RULES: dict[Any, Callable[[tuple, Any], int]] = {

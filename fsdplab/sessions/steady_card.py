@@ -1,4 +1,4 @@
-"""The steady card: a run's step on an emulated card and link, with the same times on every machine and under any load.
+"""Simulates a run's step on the steady card and its link, with the same times on every machine and under any load.
 
 How long this machine computes depends on its cores and on who else uses them, so what is first said of a strategy's
 time, and all that a lesson judges, does not rest on it. The steady card computes at a fixed rate behind the run's own
@@ -35,7 +35,8 @@ class SteadyCardError(ValueError):
 
 
 def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int], Schedule] = Schedule) -> RunRecord:
-    """A simulated step of `spec` on the steady card, behind the spec's own link: a record that every figure draws.
+    """Return a simulated step of `spec` on the steady card, behind the spec's own link: a record that every figure
+    draws.
 
     `schedule` makes the rule that says what to gather ahead, from the prefetch depth. Times and memory are simulated.
     """
@@ -55,7 +56,7 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
 
 
 def why_not_steady(spec: RunSpec) -> str:
-    """Why the steady card cannot show a run; "" where it can."""
+    """Return why the steady card cannot show a run; "" where it can."""
     if spec.own_model:
         return "the steady card simulates presets, whose shapes are known, and not a model of one's own"
     if spec.link is None or spec.units not in ("auto", "block"):
@@ -67,7 +68,7 @@ def why_not_steady(spec: RunSpec) -> str:
 
 
 def steady_step(spec: RunSpec) -> Steady:
-    """The step of one of the lab's runs between CPU ranks, for its summary; all None where it cannot be shown.
+    """Return the step of one of the lab's runs between CPU ranks, for its summary; all None where it cannot be shown.
 
     Nor is it where it would mislead: other engines follow rules of their own, a GPU computes a thousand times as fast,
     and a wind tunnel's link is chosen for the speed of this machine.
@@ -80,7 +81,8 @@ def steady_step(spec: RunSpec) -> Steady:
 
 
 def spec_of(record: RunRecord) -> RunSpec | None:
-    """The spec of a recorded run, on Python's sources where its text is another; None where it could not run here.
+    """Return the spec of a recorded run, on Python's sources where its text is another; None where it could not run
+    here.
 
     A record names a model of one's own, and nothing is read by that name.
     """
@@ -94,8 +96,8 @@ def spec_of(record: RunRecord) -> RunSpec | None:
 
 
 def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
-    """The step of a run with a link as the planner's spec: every rank has its own end of each link. Of a model of one's
-    own it holds the name, and a recording has the rest.
+    """Return the step of a run with a link as the planner's spec: every rank has its own end of each link. Of a model
+    of one's own it holds the name, and a recording has the rest.
     """
     link = parse_link(spec.link or "")
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
@@ -108,9 +110,18 @@ def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
     else:
         shape, sequence, batch = model_named(spec.model), spec.sequence_length, spec.batch_size
     return PlanSpec(
-        model=shape, gpu=card, gpus=spec.world_size,
+        model=shape,
+        gpu=card,
+        gpus=spec.world_size,
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
-        strategy=spec.strategy, shard_size=spec.shard_size, seq=sequence, micro_batch=batch,
-        grad_accum=spec.micro_batches, checkpointing=spec.checkpoint, param_dtype=spec.precision,
-        prefetch=spec.prefetch, optimizer=spec.optimizer, fused_norms=False,
-    )  # fmt: skip
+        strategy=spec.strategy,
+        shard_size=spec.shard_size,
+        seq=sequence,
+        micro_batch=batch,
+        grad_accum=spec.micro_batches,
+        checkpointing=spec.checkpoint,
+        param_dtype=spec.precision,
+        prefetch=spec.prefetch,
+        optimizer=spec.optimizer,
+        fused_norms=False,
+    )

@@ -1,4 +1,4 @@
-"""The rows of a record, from its ranks' traces. No torch.
+"""Makes the rows of a record from its ranks' traces. No torch.
 
     leave_analysis(mailbox, rank, ...)    on each rank: the rows of its own trace
     tables_of(ranks, mailbox, ...)        the caller: the rows of all
@@ -44,67 +44,83 @@ def leave_analysis(
     if not trace.exists() or trace.stat().st_size > _LARGEST:
         return
     try:
-        found = analyse_trace(trace, ledger=ledger, rank=rank, core_waits=core_waits)
+        analysis = analyse_trace(trace, ledger=ledger, rank=rank, core_waits=core_waits)
     except (AccountingError, TraceError):
         return
-    steps = [vars(step) for step in found.steps]
-    mailbox.of(rank, kind + _SUFFIX).write_text(
-        json.dumps(
-            [found.world_size, found.device, steps, vars(found.no_step), vars(found.origin)],
-            default=lambda value: value.tolist(),
-        )
-    )
+    steps = [vars(step) for step in analysis.steps]
+    content = [analysis.world_size, analysis.device, steps, vars(analysis.no_step), vars(analysis.origin)]
+    text = json.dumps(content, default=lambda value: value.tolist())
+    mailbox.of(rank, kind + _SUFFIX).write_text(text)
 
 
 def _analysis_of(
     mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]
 ) -> TraceAnalysis:
-    """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
-    left = mailbox.of(rank, kind + _SUFFIX)
-    if not left.exists():
-        noted = mailbox.of(rank, kind + _WAITS)
-        waits = pairs(json.loads(noted.read_text())) if noted.exists() else EMPTY
+    """Read the rank's analysis of `trace`; analyse the trace here if the rank wrote none."""
+    written = mailbox.of(rank, kind + _SUFFIX)
+    if not written.exists():
+        waits_file = mailbox.of(rank, kind + _WAITS)
+        waits = EMPTY
+        if waits_file.exists():
+            waits = pairs(json.loads(waits_file.read_text()))
         return analyse_trace(trace, ledger=ledger, rank=rank, core_waits=waits)
-    world_size, device, steps, no_step, origin = json.loads(left.read_text())
-    rows = ("timeline", "exposed", "collectives", "activities")
+    world_size, device, steps, no_step, origin = json.loads(written.read_text())
+    # JSON has lists alone
+    for step in steps:
+        step["computing"] = pairs(step["computing"])
+        for name in ("timeline", "exposed", "collectives", "activities"):
+            step[name] = tuple(step[name])
+    no_step["empty_steps"] = tuple(no_step["empty_steps"])
     return TraceAnalysis(
         trace,
         rank,
         world_size,
         device,
-        tuple(
-            StepAnalysis(
-                **{**step, **{name: tuple(step[name]) for name in rows}, "computing": pairs(step["computing"])}
-            )
-            for step in steps
-        ),
-        NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
+        tuple(StepAnalysis(**step) for step in steps),
+        NoStep(**no_step),
         Origin(**origin),
     )
 
 
 def tables_of(
-    ranks: Sequence[int], mailbox: Mailbox, ledger: Sequence[Row], folder: Path, first: int,
+    ranks: Sequence[int],
+    mailbox: Mailbox,
+    ledger: Sequence[Row],
+    folder: Path,
+    first: int,
     spec: Mapping[str, Any] | None = None,
-) -> dict[str, list[Row]]:  # fmt: skip
-    """The rows of these tables of all profiled steps, of which `first` is the first, and the timeline of the step whose
-    memory was measured. `spec`: of a run of the lab, whose groups follow from its strategy.
+) -> dict[str, list[Row]]:
+    """Return the rows of these tables of all profiled steps, of which `first` is the first, and the timeline of the
+    step whose memory was measured. `spec`: of a run of the lab, whose groups follow from its strategy.
     """
 
     def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
-        """All ranks together, since waiting for a peer needs both traces."""
-        mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
-        found = [_analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()]
-        return with_peers(found if spec is None else [on_axes(each, spec) for each in found])
+        """Analyse all ranks together, since waiting for a peer needs both traces."""
+        analyses = []
+        for rank, path in traces.items():
+            of_rank = [row for row in ledger if row["rank"] == rank]
+            analysis = _analysis_of(mailbox, rank, kind, path, of_rank)
+            if spec is not None:
+                analysis = on_axes(analysis, spec)
+            analyses.append(analysis)
+        return with_peers(analyses)
 
+    traces: dict[int, Path] = {}
+    memory_traces: dict[int, Path] = {}
+    for rank in ranks:
+        trace = _keep(mailbox.of(rank, TRACE), folder / "traces")
+        if trace is None:
+            continue
+        traces[rank] = trace
+        memory_trace = mailbox.of(rank, MEMORY_TRACE)
+        if memory_trace.exists():
+            memory_traces[rank] = memory_trace
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
-    kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, TRACE), folder / "traces"))}
-    of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, MEMORY_TRACE)).exists()}
-    for analysis in analysed(kept, TRACE):
+    for analysis in analysed(traces, TRACE):
         _add(tables, analysis, TABLES, shift=first)
-    for analysis in analysed(of_memory, MEMORY_TRACE):
+    for analysis in analysed(memory_traces, MEMORY_TRACE):
         _add(tables, analysis, ("timeline",), shift=0)
-    for path in of_memory.values():
+    for path in memory_traces.values():
         path.unlink()
     for rank in ranks:
         _keep(mailbox.of(rank, "snapshot.pickle.gz"), folder / "snapshots")
@@ -119,6 +135,6 @@ def _keep(trace: Path, folder: Path) -> Path | None:
 
 
 def _add(tables: dict[str, list[Row]], analysis: TraceAnalysis, names: Sequence[str], shift: int) -> None:
-    """The profiler counts its own steps from 0; the record counts the run's."""
+    """Add rows to the tables. The profiler counts its own steps from 0; the record counts the run's."""
     for name in names:
         tables[name] += [{**row, "step": row["step"] + shift} for row in analysis.rows(name)]

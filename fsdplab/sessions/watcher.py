@@ -1,4 +1,4 @@
-"""What `run` and `compare` report while they go on: one object, whose methods are overridden as needed."""
+"""Receives what `run` and `compare` report while they go on: one object, whose methods are overridden as needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled blocks: each transformer block's forward becomes one graph, whatever engine shards it afterwards.
+"""Compiles blocks: each transformer block's forward becomes one graph, whatever engine shards it afterwards.
 
 The class of a block is replaced by a subclass whose `forward` is compiled. Engines hang their hooks on the module, so
 gathering, dropping and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)`
@@ -46,13 +46,13 @@ def compile_modules(modules: Iterable[nn.Module], backend: str = "inductor") -> 
 
 @cache
 def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
-    """A subclass of `kind`, one a class and backend, so that all its instances share one cache of graphs."""
+    """Return a subclass of `kind`, one a class and backend, so that all its instances share one cache of graphs."""
     forward = torch.compile(kind.forward, backend=backend, fullgraph=True)
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What `torch.compile` lacks here for `device_type`; None where nothing is known to be missing."""
+    """Return what `torch.compile` lacks here for `device_type`; None where nothing is known to be missing."""
     if device_type == "cpu":
         found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         return None if found else "a C++ compiler (g++)"

@@ -1,4 +1,4 @@
-"""The errors of models and texts. They stand apart so that a command can refuse a request without importing torch."""
+"""Defines the errors of models and texts, apart so that a command can refuse a request without importing torch."""
 
 from __future__ import annotations
 

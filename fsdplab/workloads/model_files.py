@@ -1,4 +1,4 @@
-"""Shapes from Hugging Face's `config.json`: each known `model_type` has a reader of its own field names.
+"""Reads model shapes from Hugging Face's `config.json`. Each known `model_type` has a reader of its field names.
 
 Defaults of absent fields are those of transformers' configuration classes.
 """
@@ -21,15 +21,18 @@ _LARGEST_FILE = 10**6  # bytes; a configuration has some thousand
 
 
 def model_named(name: str) -> ModelShape:
-    """The shape of a known name, of a `config.json`, or of a folder with one; raises ModelError."""
-    path = Path(name)
-    if "\0" in name or not (name.endswith(".json") or "/" in name):
+    """Return the shape of a known name, of a `config.json`, or of a folder with one; raise ModelError."""
+    is_path = name.endswith(".json") or "/" in name
+    if not is_path or "\0" in name:  # no path holds a zero byte
         return model(name)
-    return shape_of_config(_read(path / "config.json" if path.is_dir() else path), name)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    return shape_of_config(_read(path), name)
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a parsed `config.json` describes; raises ModelError for a type that is not known here."""
+    """Return the shape that a parsed `config.json` describes; raise ModelError for a type that is not known here."""
     shape = _shape_of_kind(config, name)
     if shape.layers > _MOST_LAYERS:
         raise ModelError(f"{name}: the model has {shape.layers:,} layers; expected at most {_MOST_LAYERS:,}")
@@ -60,141 +63,227 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Config:
-    """A configuration whose fields are read with their types checked."""
+    """Reads the fields of a configuration and checks their types."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self.config, self.name = config, name
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; absent or null: the default."""
-        found = self.config.get(key)
-        found = default if found is None else found
-        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= 10**9:
-            raise ModelError(f"{self.name}: {key} is {found!r}; expected a whole number from 1 to 1,000,000,000")
-        return found
+        """Return a whole number of at least 1; the default where the field is absent or null."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        # in Python a bool is an int
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
+            raise ModelError(f"{self.name}: {key} is {value!r}; expected a whole number from 1 to 1,000,000,000")
+        return value
+
+    def size_or_none_as_0(self, key: str) -> int:
+        """Return a whole number of at least 1, or 0 where the field is absent, null or 0."""
+        return self.size(key) if self.config.get(key) else 0
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false; absent: the default."""
-        found = self.config.get(key, default)
-        if not isinstance(found, bool):
-            raise ModelError(f"{self.name}: {key} is {found!r}; expected true or false")
-        return found
+        """Return true or false; the default where the field is absent."""
+        value = self.config.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.name}: {key} is {value!r}; expected true or false")
+        return value
 
     def inner(self, key: str) -> _Config:
-        """An object inside of this one; absent: an empty one."""
-        found = self.config.get(key) or {}
-        if not isinstance(found, dict):
-            raise ModelError(f"{self.name}: {key} is {found!r}; expected a JSON object")
-        return _Config(found, f"{self.name}, {key}")
+        """Return the object inside of this one, an empty one where the field is absent."""
+        value = self.config.get(key) or {}
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.name}: {key} is {value!r}; expected a JSON object")
+        return _Config(value, f"{self.name}, {key}")
 
 
 def _head_width(config: _Config, width: int, heads: int) -> int:
     if config.config.get("head_dim") is None and width % heads:
         raise ModelError(f"{config.name}: {heads} heads do not divide the width {width}; expected that they do")
-    return config.size("head_dim", max(1, width // heads))
+    usual = max(1, width // heads)
+    return config.size("head_dim", usual)
 
 
 def _like_llama(config: _Config, **changed: Any) -> ModelShape:
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     attention_bias = config.flag("attention_bias", False)
     read: dict[str, Any] = dict(
-        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads,
-        kv_heads=config.size("num_key_value_heads", heads), head_width=_head_width(config, width, heads),
-        ffn=config.size("intermediate_size"), vocabulary=config.size("vocab_size"),
-        context=config.size("max_position_embeddings", 2048), qkv_bias=attention_bias, output_bias=attention_bias,
-        ffn_bias=config.flag("mlp_bias", False), tied=config.flag("tie_word_embeddings", False),
-    )  # fmt: skip
+        name=config.name,
+        layers=config.size("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=config.size("num_key_value_heads", heads),
+        head_width=_head_width(config, width, heads),
+        ffn=config.size("intermediate_size"),
+        vocabulary=config.size("vocab_size"),
+        context=config.size("max_position_embeddings", 2048),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        ffn_bias=config.flag("mlp_bias", False),
+        tied=config.flag("tie_word_embeddings", False),
+    )
     return ModelShape(**(read | changed))
 
 
 def _gemma(config: _Config, **changed: Any) -> ModelShape:
-    """Gemma 2 and 3 have a norm behind each half too; the file of a model that sees holds the language model's."""
-    config = config.inner("text_config") if "text_config" in config.config else config
-    tied, head_width = config.flag("tie_word_embeddings", True), config.size("head_dim", 256)
+    """Read Gemma. Gemma 2 and 3 also have a norm behind each half of a block (`norms=4`)."""
+    if "text_config" in config.config:  # a model that also takes images: the part for text
+        config = config.inner("text_config")
+    tied = config.flag("tie_word_embeddings", True)
+    head_width = config.size("head_dim", 256)
     return _like_llama(config, **{"tied": tied, "head_width": head_width, **changed})
 
 
 def _mixtral(config: _Config) -> ModelShape:
     ffn = config.size("intermediate_size")
-    experts = Experts(config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2), ffn)
-    return _like_llama(config, mixture=experts)
+    count = config.size("num_local_experts", 8)
+    per_token = config.size("num_experts_per_tok", 2)
+    return _like_llama(config, mixture=Experts(count, per_token, ffn))
 
 
 def _qwen_moe(config: _Config, **changed: Any) -> ModelShape:
-    """Every block has experts: a file whose blocks differ in more than their first ones is refused."""
+    """Read a Qwen mixture of experts. A file in which only some blocks have experts is refused."""
     if config.size("decoder_sparse_step", 1) != 1 or config.config.get("mlp_only_layers"):
         raise ModelError(f"{config.name}: only some blocks have experts; such a model is not known here")
-    ffn, shared = config.size("moe_intermediate_size"), config.config.get("shared_expert_intermediate_size")
-    shared_ffn = config.size("shared_expert_intermediate_size") if shared else 0
-    count = config.size("num_local_experts" if config.config.get("num_experts") is None else "num_experts")
-    taken = config.size("num_experts_per_tok")
-    return _like_llama(config, mixture=Experts(count, taken, ffn, shared_ffn, bool(shared_ffn)), **changed)
+    ffn = config.size("moe_intermediate_size")
+    shared_ffn = config.size_or_none_as_0("shared_expert_intermediate_size")
+    count_key = "num_experts"
+    if config.config.get(count_key) is None:
+        count_key = "num_local_experts"
+    count = config.size(count_key)
+    per_token = config.size("num_experts_per_tok")
+    experts = Experts(count, per_token, ffn, shared_ffn, shared_gate=bool(shared_ffn))
+    return _like_llama(config, mixture=experts, **changed)
 
 
 def _deepseek(config: _Config) -> ModelShape:
-    """DeepSeek-V2 and V3: latent attention, experts behind some dense blocks."""
+    """Read DeepSeek-V2 and V3, which have latent attention and, behind some dense blocks, experts."""
     if config.size("moe_layer_freq", 1) != 1:
         raise ModelError(f"{config.name}: only some blocks have experts; such a model is not known here")
-    ffn, dense = config.size("moe_intermediate_size"), config.config.get("first_k_dense_replace") or 0
+    ffn = config.size("moe_intermediate_size")
     experts = Experts(
-        config.size("n_routed_experts"), config.size("num_experts_per_tok"), ffn,
-        ffn * (config.size("n_shared_experts") if config.config.get("n_shared_experts") else 0), False, dense,
-    )  # fmt: skip
-    rank = config.size("q_lora_rank") if config.config.get("q_lora_rank") else 0
-    rotary, value = config.size("qk_rope_head_dim"), config.size("v_head_dim")
-    heads = config.size("num_attention_heads")
+        count=config.size("n_routed_experts"),
+        per_token=config.size("num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=ffn * config.size_or_none_as_0("n_shared_experts"),
+        dense_layers=config.config.get("first_k_dense_replace") or 0,
+    )
+    # queries are compressed in the large models only
+    query_rank = config.size_or_none_as_0("q_lora_rank")
+    rotary_width = config.size("qk_rope_head_dim")
+    value_width = config.size("v_head_dim")
     return _like_llama(
-        config, mixture=experts, latent=Latent(rank, config.size("kv_lora_rank"), rotary, value), kv_heads=heads,
-        head_width=config.size("qk_nope_head_dim") + rotary,
-    )  # fmt: skip
+        config,
+        mixture=experts,
+        kv_heads=config.size("num_attention_heads"),
+        latent=Latent(query_rank, config.size("kv_lora_rank"), rotary_width, value_width),
+        head_width=config.size("qk_nope_head_dim") + rotary_width,
+    )
 
 
 def _gpt2(config: _Config) -> ModelShape:
-    width, heads = config.size("n_embd", 768), config.size("n_head", 12)
+    width = config.size("n_embd", 768)
+    heads = config.size("n_head", 12)
     context = config.size("n_positions", 1024)
     return ModelShape(
-        name=config.name, layers=config.size("n_layer", 12), width=width, heads=heads, kv_heads=heads,
-        head_width=_head_width(config, width, heads), ffn=config.size("n_inner", 4 * width),
-        vocabulary=config.size("vocab_size", 50_257), context=context, positions=context, gated=False, norm_bias=True,
-        qkv_bias=True, output_bias=True, ffn_bias=True, fused=True, tied=config.flag("tie_word_embeddings", True),
-    )  # fmt: skip
+        name=config.name,
+        layers=config.size("n_layer", 12),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=_head_width(config, width, heads),
+        ffn=config.size("n_inner", 4 * width),
+        vocabulary=config.size("vocab_size", 50_257),
+        context=context,
+        positions=context,
+        gated=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        fused=True,
+        tied=config.flag("tie_word_embeddings", True),
+    )
 
 
 def _gpt_neox(config: _Config) -> ModelShape:
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     bias = config.flag("attention_bias", True)
     return ModelShape(
-        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads, kv_heads=heads,
-        head_width=_head_width(config, width, heads), ffn=config.size("intermediate_size"),
-        vocabulary=config.size("vocab_size"), context=config.size("max_position_embeddings", 2048), gated=False,
-        norm_bias=True, qkv_bias=bias, output_bias=bias, ffn_bias=True, fused=True,
-        parallel=config.flag("use_parallel_residual", True), tied=config.flag("tie_word_embeddings", False),
-    )  # fmt: skip
+        name=config.name,
+        layers=config.size("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=_head_width(config, width, heads),
+        ffn=config.size("intermediate_size"),
+        vocabulary=config.size("vocab_size"),
+        context=config.size("max_position_embeddings", 2048),
+        gated=False,
+        norm_bias=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        ffn_bias=True,
+        fused=True,
+        parallel=config.flag("use_parallel_residual", True),
+        tied=config.flag("tie_word_embeddings", False),
+    )
 
 
 def _mpt(config: _Config) -> ModelShape:
-    width, heads = config.size("d_model", 2048), config.size("n_heads", 16)
-    bias, context = not config.flag("no_bias", True), config.size("max_seq_len", 2048)
+    width = config.size("d_model", 2048)
+    heads = config.size("n_heads", 16)
+    bias = not config.flag("no_bias", True)
+    context = config.size("max_seq_len", 2048)
+    # ALiBi adds distances to the scores of attention, so that there is no table of positions
+    alibi = config.inner("attn_config").flag("alibi", True)
     return ModelShape(
-        name=config.name, layers=config.size("n_layers", 24), width=width, heads=heads, kv_heads=heads,
-        head_width=_head_width(config, width, heads), ffn=config.size("expansion_ratio", 4) * width,
-        vocabulary=config.size("vocab_size", 50_368), context=context, gated=False, norm_bias=bias, qkv_bias=bias,
-        output_bias=bias, ffn_bias=bias, fused=True, tied=config.flag("tie_word_embeddings", True),
-        positions=0 if config.inner("attn_config").flag("alibi", True) else context,
-    )  # fmt: skip
+        name=config.name,
+        layers=config.size("n_layers", 24),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=_head_width(config, width, heads),
+        ffn=config.size("expansion_ratio", 4) * width,
+        vocabulary=config.size("vocab_size", 50_368),
+        context=context,
+        gated=False,
+        norm_bias=bias,
+        qkv_bias=bias,
+        output_bias=bias,
+        ffn_bias=bias,
+        fused=True,
+        tied=config.flag("tie_word_embeddings", True),
+        positions=0 if alibi else context,
+    )
 
 
 def _opt(config: _Config) -> ModelShape:
-    width, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    width = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     if config.size("word_embed_proj_dim", width) != width:
         raise ModelError(f"{config.name}: word_embed_proj_dim differs from hidden_size; such a model is not known here")
     context = config.size("max_position_embeddings", 2048)
     return ModelShape(
-        name=config.name, layers=config.size("num_hidden_layers"), width=width, heads=heads, kv_heads=heads,
-        head_width=_head_width(config, width, heads), ffn=config.size("ffn_dim"),
-        vocabulary=config.size("vocab_size"), context=context, positions=context + 2, gated=False, norm_bias=True,
-        qkv_bias=True, output_bias=True, ffn_bias=True, tied=config.flag("tie_word_embeddings", True),
-    )  # fmt: skip
+        name=config.name,
+        layers=config.size("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=_head_width(config, width, heads),
+        ffn=config.size("ffn_dim"),
+        vocabulary=config.size("vocab_size"),
+        context=context,
+        positions=context + 2,  # OPT numbers positions from 2 on
+        gated=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        tied=config.flag("tie_word_embeddings", True),
+    )
 
 
 _READERS = {

@@ -1,4 +1,4 @@
-"""From a shape to a model with values: build on the meta device, take memory, initialise.
+"""Builds a model with values from a shape: on the meta device first, then it gets memory and is initialised.
 
 Every parameter draws its values from a random stream of its own, seeded by (seed, name). So they do not depend on the
 rank, the device, the order of construction or how the model was sharded: each rank can fill its slices of a model too
@@ -29,8 +29,8 @@ _RESIDUAL = ("attention.output.weight", "feed_forward.down.weight")
 
 
 def build_model(model: str | ModelShape, device: torch.device | str | None = None, seed: int = 0) -> GPT | Llama:
-    """A model by preset name or shape, in torch's default dtype (float32), with values set by `seed` alone; torch's
-    global generators stay as they were.
+    """Build a model by preset name or shape, in torch's default dtype (float32), with values set by `seed` alone;
+    torch's global generators stay as they were.
 
     On `device="meta"` it has shapes and no memory; `to_empty(device=...)` and `initialise(model, seed)` then give the
     same values. Query, key and value are a product each, also where the shape is fused. An unknown name raises
@@ -40,7 +40,8 @@ def build_model(model: str | ModelShape, device: torch.device | str | None = Non
     21589248
     """
     config = model if isinstance(model, ModelShape) else preset(model)
-    if reason := config.why_not_built():
+    reason = config.why_not_built()
+    if reason:
         raise ModelError(f"{config.name} cannot be built here: {reason}")
     target = torch.get_default_device() if device is None else torch.device(device)
     with torch.device("meta"), WithoutValues():
@@ -52,8 +53,8 @@ def build_model(model: str | ModelShape, device: torch.device | str | None = Non
 
 
 class WithoutValues(TorchFunctionMode):
-    """Modules built inside draw no random values: on the meta device there is nothing to fill, and asking for it
-    imports torch's compiler (0.7 s).
+    """Keeps modules that are built inside from drawing random values: on the meta device there is nothing to fill, and
+    asking for it imports torch's compiler (0.7 s).
     """
 
     def __torch_function__(
@@ -94,15 +95,13 @@ def reset_buffers(model: nn.Module) -> None:
 
 
 def tie_embeddings(model: GPT | Llama) -> None:
-    """Make the head's weight the token embedding itself where the shape says so:
-    `to_empty` makes two of a shared one.
-    """
+    """Make the head's weight the token embedding itself where the shape is tied: `to_empty` makes two of one."""
     if model.config.tied and model.head.weight is not model.token_embedding.weight:
         model.head.weight = model.token_embedding.weight
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the next token, in nats: a float32 scalar, whatever dtype the model computes in.
+    """Return the mean cross entropy of the next token, in nats: a float32 scalar, whatever the model's dtype.
 
     tokens, targets: int64 [B, T]. The forward goes through `model(...)`, so hooks run. A fresh byte model gives about
     ln 256 = 5.55.
@@ -112,7 +111,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def block_types(model: GPT | Llama) -> tuple[type[nn.Module], ...]:
-    """The classes to shard as units, one unit per instance: `(GPTBlock,)` or `(LlamaBlock,)`."""
+    """Return the classes to shard as units, one unit per instance: `(GPTBlock,)` or `(LlamaBlock,)`."""
     return (model.block_type,)
 
 
@@ -121,7 +120,9 @@ def _initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tens
         return torch.ones(shape, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, device="cpu")
-    deviation = INITIAL_DEVIATION / math.sqrt(2 * layers) if name.endswith(_RESIDUAL) else INITIAL_DEVIATION
+    deviation = INITIAL_DEVIATION
+    if name.endswith(_RESIDUAL):
+        deviation /= math.sqrt(2 * layers)
     # Drawn on the CPU: a GPU's generator would give other numbers.
     stream = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, deviation, generator=stream)

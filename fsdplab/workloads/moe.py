@@ -1,4 +1,4 @@
-"""A GPT whose feed-forward parts are mixtures of experts: each token is worked on by a few of many experts.
+"""Builds a GPT whose feed-forward parts are mixtures of experts: a few of many experts work on each token.
 
 Two forms of one model. Dense: every rank holds all experts (the unsharded twin). Expert-parallel, after
 `spread_experts`: each rank of a mesh holds some of them, and tokens travel to their experts and back, in two
@@ -30,9 +30,7 @@ from .transformer import Decoder, GPTBlock
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelShape):
-    """The shape of a mixture-of-experts GPT; `ffn` is the inner width of one expert.
-    A wrong one raises `ModelError`.
-    """
+    """Describes a mixture-of-experts GPT; `ffn` is the inner width of one expert. A wrong one raises `ModelError`."""
 
     experts: int = 4
     experts_per_token: int = 2
@@ -69,10 +67,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(E, F, C))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        up, down = _own(self.up), _own(self.down)
+        up, down = _local(self.up), _local(self.down)  # (L, C, F), (L, F, C)
+        answers = []
         # an expert without rows still takes part: its gradient is 0
-        work = zip(rows.split(counts), up, down, strict=True)
-        return torch.cat([functional.gelu(part @ widen, approximate="tanh") @ narrow for part, widen, narrow in work])
+        for part, widen, narrow in zip(rows.split(counts), up, down, strict=True):
+            inner = functional.gelu(part @ widen, approximate="tanh")  # (rows of the expert, F)
+            answers.append(inner @ narrow)
+        return torch.cat(answers)
 
 
 class MoEFeedForward(nn.Module):
@@ -91,7 +92,8 @@ class MoEFeedForward(nn.Module):
         weights, chosen = probabilities.topk(self.K, dim=-1)  # (N, K) each
         routing = Routing.of(chosen, self.E)
         answers = dispatch(rows[routing.token], routing, self.experts, self.group)  # (N K, C), sorted by expert
-        mixed = routing.restore(answers).unflatten(0, (-1, self.K)) * weights.unsqueeze(-1).to(x.dtype)  # (N, K, C)
+        by_token = routing.restore(answers).unflatten(0, (-1, self.K))  # (N, K, C)
+        mixed = by_token * weights.unsqueeze(-1).to(x.dtype)  # (N, K, C)
         return mixed.sum(dim=1).view_as(x), routing.balance(probabilities)
 
 
@@ -120,13 +122,15 @@ class MoE(Decoder):
 
 
 def build_moe(model: str | MoEConfig = "moe-tiny", device: torch.device | str = "cpu", seed: int = 0) -> MoE:
-    """The dense form, by preset name or shape, with values set by `seed` alone; on "meta", shapes without memory."""
+    """Build the dense form, by preset name or shape, with values set by `seed` alone; on "meta", without memory."""
     config = model if isinstance(model, MoEConfig) else MOE_PRESETS.get(model)
     if config is None:
         raise ModelError(f"unknown mixture-of-experts model {model!r}: expected one of {', '.join(MOE_PRESETS)}")
     with torch.device("meta"), WithoutValues():
         built = MoE(config)
-    return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)
+    if torch.device(device).type == "meta":
+        return built
+    return initialise(built.to_empty(device=device), seed)
 
 
 def spread_experts(model: MoE, mesh: DeviceMesh) -> MoE:
@@ -141,9 +145,11 @@ def spread_experts(model: MoE, mesh: DeviceMesh) -> MoE:
             f"{E} experts cannot be spread evenly over a mesh of shape {tuple(mesh.shape)}; "
             f"expected a 1-D mesh whose size divides {E}"
         )
-    for layer in (each for each in model.modules() if isinstance(each, MoEFeedForward)):
+    for layer in model.modules():
+        if not isinstance(layer, MoEFeedForward):
+            continue
         for name, whole in list(layer.experts.named_parameters()):
-            # Everybody has the whole, so nothing is sent.
+            # every rank has the whole, so nothing is sent
             share = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(layer.experts, name, nn.Parameter(share))
         layer.group = mesh.get_group() if ranks > 1 else None
@@ -151,15 +157,17 @@ def spread_experts(model: MoE, mesh: DeviceMesh) -> MoE:
 
 
 def moe_loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of the next token plus the weighted balance loss; tokens, targets: int64 [B, T]."""
+    """Return the mean cross entropy of the next token plus the weighted balance loss; tokens, targets: int64 [B, T]."""
     logits, balance = model(tokens)
     entropy = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     return entropy + model.config.balance_weight * balance.float()
 
 
-def _own(parameter: Tensor) -> Tensor:
-    """The experts that are here: all of a plain parameter, this rank's share of a DTensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _local(parameter: Tensor) -> Tensor:
+    """Return the experts that are here: all of a plain parameter, this rank's share of a DTensor."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
 
 
 # ---- how tokens find their experts: sorted by expert, exchanged between ranks, and put back in place; everything is a
@@ -179,9 +187,11 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int) -> Routing:
-        """From the experts that each token chose: int64 [N, K]."""
-        flat = chosen.flatten()
-        return cls(flat.argsort(stable=True), torch.bincount(flat, minlength=experts), chosen.shape[1])
+        """Sort by the experts that each token chose: int64 [N, K]."""
+        flat = chosen.flatten()  # (N K)
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=experts)  # (E)
+        return cls(order, counts, choices=chosen.shape[1])
 
     @property
     def token(self) -> Tensor:
@@ -189,7 +199,7 @@ class Routing:
         return self.order // self.choices
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert [N K, C] back in the order of tokens and choices."""
+        """Return rows sorted by expert [N K, C] in the order of tokens and choices."""
         return rows[self.order.argsort()]
 
     def balance(self, probabilities: Tensor) -> Tensor:
@@ -207,22 +217,25 @@ def dispatch(
     if group is None:
         return experts(rows, routing.counts.tolist())
     ranks = group.size()
+    # how many rows each rank has for each expert here: the splits of the exchange of rows
     wanted = torch.empty_like(routing.counts)
-    dist.all_to_all_single(wanted, routing.counts, group=group)  # [n, L]: rows that each rank has for each expert here
+    dist.all_to_all_single(wanted, routing.counts, group=group)
+    per_rank = wanted.view(ranks, -1)  # (n, L)
     send = routing.counts.view(ranks, -1).sum(dim=1).tolist()
-    per_rank = wanted.view(ranks, -1)
     receive = per_rank.sum(dim=1).tolist()
     arrived = _Exchange.apply(rows, send, receive, group)  # (R, C): by rank, then by expert
     by_expert = _blocks_by_expert(per_rank)
     answers = experts(arrived[by_expert], per_rank.sum(dim=0).tolist())
-    return _Exchange.apply(answers[by_expert.argsort()], receive, send, group)
+    by_rank = by_expert.argsort()
+    return _Exchange.apply(answers[by_rank], receive, send, group)
 
 
 def _blocks_by_expert(per_rank: Tensor) -> Tensor:
-    """The permutation that brings rows sorted by (rank, expert) into the order (expert, rank); `per_rank` is [n, L]."""
+    """Return the permutation of rows sorted by (rank, expert) into (expert, rank); `per_rank` is int64 [n, L]."""
     n, L = per_rank.shape
-    expert = torch.arange(L, device=per_rank.device).repeat(n).repeat_interleave(per_rank.flatten())
-    return expert.argsort(stable=True)
+    experts = torch.arange(L, device=per_rank.device).repeat(n)  # (n L)
+    expert_of_row = experts.repeat_interleave(per_rank.flatten())  # (R)
+    return expert_of_row.argsort(stable=True)
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Two ways to cut a model before it is sharded: across a layer (tensor parallel) and between layers (pipeline stages).
+"""Cuts a model before it is sharded: across a layer (tensor parallel) or between layers (pipeline stages).
 
 Neither changes a parameter's name or its initial values, so a cut model still has an unsharded twin, and the whole
 model's checkpoint fits it.
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
-)  # fmt: skip
+)
 
 from .errors import ModelError
 from .models import initialise
@@ -42,35 +42,47 @@ def parallelize(model: GPT | Llama | GPTStage, mesh: DeviceMesh, sequence_parall
     tied.
     """
     _check(model.config, mesh.size())
-    for block in (each for each in model.modules() if isinstance(each, model.block_type)):
-        parallelize_module(block, mesh, block_plan(block, sequence_parallel))
+    for module in model.modules():
+        if isinstance(module, model.block_type):
+            parallelize_module(module, mesh, block_plan(module, sequence_parallel))
+    plan = _root_plan(sequence_parallel)
     parts = dict(model.named_children())  # a stage lacks some
-    parallelize_module(
-        model, mesh, {name: style for name, style in _root_plan(sequence_parallel).items() if name in parts}
-    )
+    parallelize_module(model, mesh, {name: plan[name] for name in plan if name in parts})
     return model
 
 
 def block_plan(block: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """How each projection (and, with `sequence_parallel`, each norm) of a GPT or Llama block is cut."""
-    inside, stream = {name for name, _ in block.named_modules()}, Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in _COLUMNS if name in inside}
-    plan |= {name: RowwiseParallel(output_layouts=stream) for name in _ROWS}
+    """Return how each projection (and, with `sequence_parallel`, each norm) of a GPT or Llama block is cut."""
+    # the residual stream [B, T, C] is cut along T, or whole on every rank
+    stream = Shard(1) if sequence_parallel else Replicate()
+    inside = {name for name, _ in block.named_modules()}
+    plan: dict[str, ParallelStyle] = {}
+    for name in _COLUMNS:
+        if name in inside:  # a GPT has no gate
+            plan[name] = ColwiseParallel()
+    for name in _ROWS:
+        plan[name] = RowwiseParallel(output_layouts=stream)
     # Stated once for all projections that read it: so its gradient is summed once, not once for each.
     for name in ("attention", "feed_forward"):
         plan[name] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
-    return plan | {name: SequenceParallel() for name in _NORMS} if sequence_parallel else plan
+    if sequence_parallel:
+        plan |= {name: SequenceParallel() for name in _NORMS}
+    return plan
 
 
 def _root_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Embeddings are cut by rows and summed, the head by vocabulary; logits come out whole."""
-    stream, positions = (Shard(1), Shard(0)) if sequence_parallel else (Replicate(), Replicate())
+    """Cut embeddings by rows, whose outputs are summed, and the head by vocabulary; logits come out whole."""
+    # positions are embedded once, [T, C], without the dimension of the batch
+    stream = Shard(1) if sequence_parallel else Replicate()
+    positions = Shard(0) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "position_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
         "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
-    return plan | {"final_norm": SequenceParallel()} if sequence_parallel else plan
+    if sequence_parallel:
+        plan["final_norm"] = SequenceParallel()
+    return plan
 
 
 def _check(config: ModelShape, ranks: int) -> None:
@@ -115,11 +127,13 @@ class GPTStage(nn.Module):
             x = self.token_embedding(x) + self.position_embedding(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks.values():
             x = block(x)
-        return self.head(self.final_norm(x)) if self.ends else x
+        if not self.ends:
+            return x
+        return self.head(self.final_norm(x))
 
 
 def stage_span(layers: int, stage: int, stages: int) -> tuple[int, int]:
-    """First and last-plus-one block of a stage; earlier stages take the blocks that do not divide evenly.
+    """Return the first and last-plus-one block of a stage; earlier stages take the blocks that do not divide evenly.
 
     >>> [stage_span(5, stage, 3) for stage in range(3)]
     [(0, 2), (2, 4), (4, 5)]
@@ -136,10 +150,12 @@ def stage_span(layers: int, stage: int, stages: int) -> tuple[int, int]:
 def build_stage(
     model: str | ModelShape, stage: int, stages: int, device: torch.device | str = "cpu", seed: int = 0
 ) -> GPTStage:
-    """Stage `stage` of `stages` of a GPT, with the values that `build_model(model, seed=seed)` has; on "meta", none."""
+    """Build a stage of a GPT with the values that `build_model(model, seed=seed)` has; on "meta", without values."""
     config = model if isinstance(model, ModelShape) else preset(model)
     if config.family != "gpt" or config.tied:
         raise ModelError("pipeline stages are cut from a gpt whose head is its own: gated=False, tied=False")
     with torch.device("meta"):
         built = GPTStage(config, *stage_span(config.layers, stage, stages))
-    return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)
+    if torch.device(device).type == "meta":
+        return built
+    return initialise(built.to_empty(device=device), seed)

@@ -1,4 +1,4 @@
-"""The shapes of models, for the planner and for the builder: every parameter of a block and of the root, without a
+"""Describes models, for the planner and for the builder, by every parameter of a block and of the root, without a
 tensor and without torch.
 
 A model is named (`llama-3.1-70b`) or read from any Hugging Face `config.json` of a known type. From the shape follow
@@ -46,19 +46,27 @@ class Parameter:
         return len(self.shape) == 2
 
     def on(self, ranks: int) -> Parameter:
-        """What one of `ranks` tensor-parallel ranks holds: (8, 4) cut by rows over 2 ranks is (4, 4)."""
+        """Return what one of `ranks` tensor-parallel ranks holds: (8, 4) cut by rows over 2 ranks is (4, 4)."""
         if self.cut == WHOLE or ranks == 1:
             return self
+        first, *rest = self.shape
         if self.cut == ROWS:
-            return replace(self, shape=(-(-self.shape[0] // ranks), *self.shape[1:]))
-        return replace(self, shape=(self.shape[0], -(-self.shape[1] // ranks)))
+            return replace(self, shape=(_share(first, ranks), *rest))
+        return replace(self, shape=(first, _share(rest[0], ranks)))
 
     def of_experts(self, ranks: int) -> Parameter:
-        """What one of `ranks` expert-parallel ranks holds: whole experts, where it is theirs."""
+        """Return what one of `ranks` expert-parallel ranks holds: whole experts, where it is theirs."""
         if not self.experts or ranks == 1:
             return self
-        held = -(-self.experts // ranks)
-        return replace(self, shape=(self.shape[0] // self.experts * held, *self.shape[1:]), experts=held)
+        rows, *rest = self.shape
+        held = _share(self.experts, ranks)
+        rows_of_an_expert = rows // self.experts
+        return replace(self, shape=(rows_of_an_expert * held, *rest), experts=held)
+
+
+def _share(size: int, ranks: int) -> int:
+    """Divide, rounded up: the share of the rank that has most."""
+    return -(-size // ranks)
 
 
 @dataclass(frozen=True)
@@ -165,11 +173,13 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            size, counted = getattr(self, each.name), each.type == "int" and each.name not in ("positions", "norms")
-            if counted and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10**9):
+        for field in fields(self):
+            if field.type != "int" or field.name in ("positions", "norms"):  # these two may be 0
+                continue
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10**9:
                 raise ModelError(
-                    f"{self.name}: {each.name} is {size!r}; expected a whole number from 1 to 1,000,000,000"
+                    f"{self.name}: {field.name} is {size!r}; expected a whole number from 1 to 1,000,000,000"
                 )
         if self.heads % self.kv_heads:
             raise ModelError(
@@ -185,16 +195,21 @@ class ModelShape:
             raise ModelError(f"{self.name}: positions are learned; expected rotary_base and rotary_scaling to be None")
 
     def why_not_built(self) -> str:
-        """Why `build_model` cannot build this shape; empty where it can.
+        """Return why `build_model` cannot build this shape; empty where it can.
 
         >>> model("gpt2").why_not_built(), model("qwen3-8b").why_not_built()
         ('', 'it has norms of query and key')
         """
-        if self.mixture or self.latent or self.norms != 2 or self.wide_query_key_norm:
-            other = "experts" if self.mixture else "latent attention" if self.latent else "other norms"
-            return f"it has {other}"
-        if self.query_key_norm or self.parallel:
-            return "it has norms of query and key" if self.query_key_norm else "its two halves read the same input"
+        if self.mixture:
+            return "it has experts"
+        if self.latent:
+            return "it has latent attention"
+        if self.norms != 2 or self.wide_query_key_norm:
+            return "it has other norms"
+        if self.query_key_norm:
+            return "it has norms of query and key"
+        if self.parallel:
+            return "its two halves read the same input"
         biases = {self.norm_bias, self.qkv_bias, self.output_bias, self.ffn_bias}
         if biases != {not self.gated}:
             return "a GPT here has all biases, and a Llama none"
@@ -248,17 +263,13 @@ class ModelShape:
     def block(self) -> tuple[Parameter, ...]:
         """The parameters of one block, with experts where the model has them."""
         names = ("attention_norm", "feed_forward_norm", "after_attention_norm", "after_feed_forward_norm")
-        norms = [each for name in names[: self.norms] for each in self._norm(name, self.width)]
-        attention = (*_qkv_of(self), *_query_key_norms(self))
-        output = _linear("output", self.width, self.value_width, COLUMNS, self.output_bias)
+        norms: list[Parameter] = []
+        for name in names[: self.norms]:
+            norms += self._norm(name, self.width)
         half = len(norms) // 2
-        return (
-            *norms[:half],
-            *attention,
-            *output,
-            *norms[half:],
-            *(_mixture(self) or self._feed_forward("", self.ffn)),
-        )
+        output = _linear("output", self.width, self.value_width, COLUMNS, self.output_bias)
+        feed_forward = _mixture(self) or self._feed_forward("", self.ffn)
+        return (*norms[:half], *_qkv_of(self), *_query_key_norms(self), *output, *norms[half:], *feed_forward)
 
     @cached_property
     def dense_block(self) -> ModelShape:
@@ -266,16 +277,13 @@ class ModelShape:
         return replace(self, mixture=None)
 
     def _feed_forward(self, prefix: str, inner: int) -> tuple[Parameter, ...]:
-        ups = [("gate", inner)] if self.gated else []
-        products = [*ups, ("up", inner)]
-        return (
-            *(
-                each
-                for name, out in products
-                for each in _linear(f"{prefix}{name}", out, self.width, ROWS, self.ffn_bias)
-            ),
-            *_linear(f"{prefix}down", self.width, inner, COLUMNS, self.ffn_bias),
-        )
+        """Return the products into `inner` channels, and the one back."""
+        into = ("gate", "up") if self.gated else ("up",)
+        parameters: list[Parameter] = []
+        for name in into:
+            parameters += _linear(f"{prefix}{name}", inner, self.width, ROWS, self.ffn_bias)
+        parameters += _linear(f"{prefix}down", self.width, inner, COLUMNS, self.ffn_bias)
+        return tuple(parameters)
 
     @property
     def qkv(self) -> list[tuple[str, int]]:
@@ -287,26 +295,33 @@ class ModelShape:
     @cached_property
     def root(self) -> tuple[Parameter, ...]:
         """The parameters outside of the blocks; a tied head is counted once, with the embedding."""
-        (first, last), table = self.ends, (self.vocabulary, self.width)
-        found = [Parameter("token_embedding", table, ROWS)] if first else []
-        if first and self.positions:
-            found.append(Parameter("position_embedding", (self.positions, self.width)))
-        if not last:
-            return tuple(found)
-        head = [] if self.tied and first else [Parameter("head", table, ROWS)]  # a last stage has its own copy
-        norm = self._norm("final_norm", self.width) if self.norms else []
-        return (*found, *norm, *head)
+        has_embeddings, has_head = self.ends
+        table = (self.vocabulary, self.width)
+        parameters = []
+        if has_embeddings:
+            parameters.append(Parameter("token_embedding", table, ROWS))
+            if self.positions:
+                parameters.append(Parameter("position_embedding", (self.positions, self.width)))
+        if has_head:
+            if self.norms:
+                parameters += self._norm("final_norm", self.width)
+            # a last stage has its own copy of a tied head
+            if not self.tied or not has_embeddings:
+                parameters.append(Parameter("head", table, ROWS))
+        return tuple(parameters)
 
     def stage(self, layers: int, first: bool, last: bool) -> ModelShape:
-        """A stage of a pipeline with so many of its blocks."""
+        """Return a stage of a pipeline with so many of its blocks."""
         return replace(self, layers=layers, ends=(first, last))
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones once."""
-        dense = self.mixture.dense_layers if self.mixture else 0
-        of_dense = dense * self.dense_block.block_parameters if dense else 0
-        return (self.layers - dense) * self.block_parameters + of_dense + self.root_parameters
+        blocks = self.layers * self.block_parameters
+        if self.mixture and self.mixture.dense_layers:
+            dense = self.mixture.dense_layers
+            blocks += dense * (self.dense_block.block_parameters - self.block_parameters)
+        return blocks + self.root_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -314,78 +329,113 @@ class ModelShape:
         experts = self.mixture
         if experts is None:
             return self.parameters
-        routed = sum(each.count for each in self.block if each.experts)
+        routed = sum(parameter.count for parameter in self.block if parameter.experts)
         unused = routed - routed * experts.per_token // experts.count
         return self.parameters - (self.layers - experts.dense_layers) * unused
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one block."""
-        return sum(each.count for each in self.block)
+        return sum(parameter.count for parameter in self.block)
 
     @property
     def root_parameters(self) -> int:
         """Parameters outside of the blocks."""
-        return sum(each.count for each in self.root)
+        return sum(parameter.count for parameter in self.root)
 
     def _norm(self, name: str, width: int) -> list[Parameter]:
-        weight = [Parameter(f"{name}.weight", (width,))]
-        return [*weight, Parameter(f"{name}.bias", (width,))] if self.norm_bias else weight
+        parameters = [Parameter(f"{name}.weight", (width,))]
+        if self.norm_bias:
+            parameters.append(Parameter(f"{name}.bias", (width,)))
+        return parameters
 
 
 def _linear(name: str, out: int, inner: int, cut: str, bias: bool) -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", (out, inner), cut)
-    return [weight, Parameter(f"{name}.bias", (out,), cut if cut == ROWS else WHOLE)] if bias else [weight]
+    parameters = [Parameter(f"{name}.weight", (out, inner), cut)]
+    if bias:
+        # a bias has the rows alone: where columns are cut, each rank has all of it
+        parameters.append(Parameter(f"{name}.bias", (out,), ROWS if cut == ROWS else WHOLE))
+    return parameters
 
 
 def _query_key_norms(shape: ModelShape) -> list[Parameter]:
-    if not (shape.query_key_norm or shape.wide_query_key_norm):
+    if shape.wide_query_key_norm:
+        query, key = shape.query_width, shape.kv_width
+    elif shape.query_key_norm:
+        query = key = shape.head_width
+    else:
         return []
-    widths = (shape.query_width, shape.kv_width) if shape.wide_query_key_norm else (shape.head_width,) * 2
-    return [Parameter(f"{name}_norm.weight", (width,)) for name, width in zip(("query", "key"), widths)]
+    return [Parameter("query_norm.weight", (query,)), Parameter("key_norm.weight", (key,))]
 
 
 def _qkv_of(shape: ModelShape) -> list[Parameter]:
-    """What makes query, key and value; latent attention's narrow matrices are whole on every tensor-parallel rank."""
+    """Return what makes query, key and value; latent attention's narrow matrices are whole on every rank."""
     C, latent = shape.width, shape.latent
+    parameters: list[Parameter] = []
     if latent is None:
-        return [each for name, out in shape.qkv for each in _linear(name, out, C, ROWS, shape.qkv_bias)]
-    found = []
+        for name, out in shape.qkv:
+            parameters += _linear(name, out, C, ROWS, shape.qkv_bias)
+        return parameters
     if latent.query_rank:
-        found += _linear("query_down", latent.query_rank, C, WHOLE, shape.qkv_bias)
-        found.append(Parameter("query_down_norm.weight", (latent.query_rank,)))
-    found += _linear("query", shape.query_width, latent.query_rank or C, ROWS, False)
-    found += _linear("kv_down", latent.kv_rank + latent.rotary, C, WHOLE, shape.qkv_bias)
-    found.append(Parameter("kv_down_norm.weight", (latent.kv_rank,)))
+        parameters += _linear("query_down", latent.query_rank, C, WHOLE, shape.qkv_bias)
+        parameters.append(Parameter("query_down_norm.weight", (latent.query_rank,)))
+    parameters += _linear("query", shape.query_width, latent.query_rank or C, ROWS, False)
+    parameters += _linear("kv_down", latent.kv_rank + latent.rotary, C, WHOLE, shape.qkv_bias)
+    parameters.append(Parameter("kv_down_norm.weight", (latent.kv_rank,)))
+    # the rotary channels of a key are made by kv_down
     keys_and_values = shape.heads * (shape.head_width - latent.rotary + latent.value)
-    return found + _linear("kv_up", keys_and_values, latent.kv_rank, ROWS, False)
+    parameters += _linear("kv_up", keys_and_values, latent.kv_rank, ROWS, False)
+    return parameters
 
 
 def _mixture(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Router, experts and shared experts; nothing for a dense model."""
+    """Return the router, experts and shared experts; nothing for a dense model."""
     experts = shape.mixture
     if experts is None:
         return ()
     C, E, F = shape.width, experts.count, experts.ffn
-    ups = [Parameter(f"experts.{name}.weight", (E * F, C), ROWS, E) for name in ("gate", "up")]
-    shared = shape._feed_forward("shared.", experts.shared_ffn) if experts.shared_ffn else ()
-    gate = (Parameter("shared.router.weight", (1, C)),) if experts.shared_gate else ()
-    down = Parameter("experts.down.weight", (E * C, F), COLUMNS, E)
-    return (Parameter("router.weight", (E, C)), *ups, down, *shared, *gate)
+    parameters = [
+        Parameter("router.weight", (E, C)),
+        Parameter("experts.gate.weight", (E * F, C), ROWS, E),
+        Parameter("experts.up.weight", (E * F, C), ROWS, E),
+        Parameter("experts.down.weight", (E * C, F), COLUMNS, E),
+    ]
+    if experts.shared_ffn:
+        parameters += shape._feed_forward("shared.", experts.shared_ffn)
+    if experts.shared_gate:
+        parameters.append(Parameter("shared.router.weight", (1, C)))
+    return tuple(parameters)
 
 
 # ---- models by name
 
 
 def llama(
-    name: str, layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, context: int,
-    *, head_width: int | None = None, **more: Any,
-) -> ModelShape:  # fmt: skip
-    """A Llama: RMSNorm, rotary positions, SwiGLU, no biases; `more` are other fields of the shape."""
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocabulary: int,
+    context: int,
+    *,
+    head_width: int | None = None,
+    **more: Any,
+) -> ModelShape:
+    """Describe a Llama: RMSNorm, rotary positions, SwiGLU, no biases; `more` are other fields of the shape."""
     return ModelShape(
-        name=name, layers=layers, width=width, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=vocabulary,
-        head_width=head_width or width // heads, context=context, **{"rotary_base": 10_000.0, **more},
-    )  # fmt: skip
+        name=name,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        head_width=head_width or width // heads,
+        context=context,
+        **{"rotary_base": 10_000.0, **more},
+    )
 
 
 def gpt(
@@ -397,9 +447,17 @@ def gpt(
     16
     """
     usual: dict[str, Any] = dict(
-        kv_heads=heads, head_width=width // heads, ffn=4 * width, gated=False, norm_bias=True, qkv_bias=True,
-        output_bias=True, ffn_bias=True, positions=context, source=_LAB,
-    )  # fmt: skip
+        kv_heads=heads,
+        head_width=width // heads,
+        ffn=4 * width,
+        gated=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        positions=context,
+        source=_LAB,
+    )
     return ModelShape(
         name=name, layers=layers, width=width, heads=heads, vocabulary=vocabulary, context=context, **{**usual, **more}
     )
@@ -420,9 +478,12 @@ _LLAMA2: dict[str, Any] = dict(vocabulary=32_000, context=4096, source="meta-lla
 # For one GPU: 0.3 to 3 billion parameters, heads 128 wide. No published models, but with their proportions.
 _ONE_GPU = {**_LLAMA2, "source": f"{_LAB}, in the proportions of Llama 2"}
 _LLAMA3: dict[str, Any] = dict(
-    vocabulary=128_256, context=131_072, rotary_base=500_000.0, rotary_scaling=RotaryScaling(),
+    vocabulary=128_256,
+    context=131_072,
+    rotary_base=500_000.0,
+    rotary_scaling=RotaryScaling(),
     source="meta-llama: config.json",
-)  # fmt: skip
+)
 _LLAMA3_SMALL = {**_LLAMA3, "rotary_scaling": RotaryScaling(32.0), "tied": True}
 _QWEN: dict[str, Any] = dict(norm_epsilon=1e-6, rotary_base=1e6, source="Qwen: config.json")
 
@@ -450,11 +511,28 @@ SHAPES: dict[str, ModelShape] = {
         llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, **_LLAMA3_SMALL),
         llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, **_LLAMA3_SMALL),
         llama(
-            "mistral-7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6,
+            "mistral-7b",
+            layers=32,
+            width=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14_336,
+            vocabulary=32_000,
+            context=32_768,
+            rotary_base=1e6,
             source="mistralai/Mistral-7B-Instruct-v0.2: config.json",
         ),
         llama(
-            "mixtral-8x7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6, mixture=Experts(8, 2, 14_336),
+            "mixtral-8x7b",
+            layers=32,
+            width=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14_336,
+            vocabulary=32_000,
+            context=32_768,
+            rotary_base=1e6,
+            mixture=Experts(8, 2, 14_336),
             source="mistralai/Mixtral-8x7B-v0.1: config.json",
         ),
         llama("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936, 32_768, qkv_bias=True, tied=True, **_QWEN),
@@ -463,11 +541,29 @@ SHAPES: dict[str, ModelShape] = {
         llama("qwen2.5-72b", 80, 8192, 64, 8, 29_568, 152_064, 131_072, qkv_bias=True, **_QWEN),
         llama("qwen3-8b", 36, 4096, 32, 8, 12_288, 151_936, 40_960, head_width=128, query_key_norm=True, **_QWEN),
         llama(
-            "qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151_936, 40_960, head_width=128, query_key_norm=True,
-            mixture=Experts(128, 8, 768), **_QWEN,
+            "qwen3-30b-a3b",
+            layers=48,
+            width=2048,
+            heads=32,
+            kv_heads=4,
+            ffn=6144,
+            vocabulary=151_936,
+            context=40_960,
+            head_width=128,
+            query_key_norm=True,
+            mixture=Experts(128, 8, 768),
+            **_QWEN,
         ),
         gpt(
-            "gpt-neox-20b", 44, 6144, 64, 2048, 50_432, positions=0, fused=True, parallel=True,
+            "gpt-neox-20b",
+            layers=44,
+            width=6144,
+            heads=64,
+            context=2048,
+            vocabulary=50_432,
+            positions=0,
+            fused=True,
+            parallel=True,
             source="EleutherAI/gpt-neox-20b: config.json",
         ),
         _mpt("mpt-125m", 12, 768, 12),
@@ -480,14 +576,14 @@ SHAPES: dict[str, ModelShape] = {
         _mpt("mpt-30b", 48, 7168, 56),
         _mpt("mpt-70b", 80, 8192, 64),
     )
-}  # fmt: skip
+}
 # The shapes that can be built and trained here, as they are built: query, key and value are a product each.
 PRESETS = {name: replace(shape, fused=False) for name, shape in SHAPES.items() if not shape.why_not_built()}
 
 
 def preset(name: str) -> ModelShape:
-    """The shape called `name` as it is built here; raises `ModelError` for an unknown name, with the nearest known
-    ones, and for a shape that is only planned.
+    """Return the shape called `name` as it is built here; raises `ModelError` for an unknown name, with the nearest
+    known ones, and for a shape that is only planned.
 
     >>> preset("gpt-20m").width
     384
@@ -498,15 +594,15 @@ def preset(name: str) -> ModelShape:
         return PRESETS[name]
     if name in SHAPES:
         raise ModelError(f"{name} is planned, not built: {SHAPES[name].why_not_built()}; give another model")
-    found = near(name, PRESETS, 3)
-    advice = f"did you mean {' or '.join(found)}?" if found else f"expected one of {', '.join(PRESETS)}"
+    alike = near(name, PRESETS, 3)
+    advice = f"did you mean {' or '.join(alike)}?" if alike else f"expected one of {', '.join(PRESETS)}"
     if name.endswith(".py"):
         advice = "start a program of your own with torchrun, and fsdplab report reads its traces (see the README)"
     raise ModelError(f"unknown model {name!r}: {advice}")
 
 
 def model(name: str) -> ModelShape:
-    """The named shape; an unknown name raises ModelError with the nearest known ones.
+    """Return the named shape; an unknown name raises ModelError with the nearest known ones.
 
     >>> model("gpt2").parameters
     124439808

@@ -1,4 +1,4 @@
-"""Real text without a download: the sources of Python's standard library, one token a byte.
+"""Reads real text without a download: the sources of Python's standard library, one token a byte.
 
 A batch is a pure function of (seed, split, step, rank, micro-batch), so the batches of any rank can be repeated: by the
 unsharded twin, or by a run resumed at another step.
@@ -42,15 +42,15 @@ class ByteText:
 
     @classmethod
     def from_standard_library(cls) -> ByteText:
-        """The running interpreter's own top-level modules, in order of name; the same text on every machine with this
-        Python.
+        """Return the running interpreter's own top-level modules, in order of name; the same text on every machine with
+        this Python.
         """
         return _library_in(Path(sysconfig.get_path("stdlib")))
 
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> ByteText:
-        """The bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if there
-        are none, or more than 10^9 bytes.
+        """Return the bytes of a file, or of all .md, .py and .txt files under a folder in order of path; `TextError` if
+        there are none, or more than 10^9 bytes.
         """
         if not os.fspath(path):
             raise TextError("the path of the text is empty; give a file or a folder")
@@ -58,7 +58,7 @@ class ByteText:
 
     @classmethod
     def from_bytes(cls, raw: bytes, source: str = "bytes") -> ByteText:
-        """A text from bytes in memory; no bytes raise `TextError`."""
+        """Return a text from bytes in memory; no bytes raise `TextError`."""
         if not raw:
             raise TextError(f"the text {source} is empty: got 0 bytes; give a file with text in it")
         return cls(source, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
@@ -100,11 +100,18 @@ class ByteText:
             )
 
     def batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, sequence_length: int,
-        micro_batch: int = 0, seed: int = 0, split: str = "train",
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The batch of `rank` at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte
-        further on.
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        sequence_length: int,
+        micro_batch: int = 0,
+        seed: int = 0,
+        split: str = "train",
+    ) -> tuple[Tensor, Tensor]:
+        """Return the batch of `rank` at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one
+        byte further on.
 
         The world size is checked against the rank and changes nothing else: rank 1 of 2 reads what rank 1 of 4 reads. A
         text too short for one sequence raises `TextError`.
@@ -162,7 +169,9 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _texts_below(folder: Path) -> list[Path]:
-    """The text files of a folder in order; the search ends when they are too large together, as those of `/` are."""
+    """Return the text files of a folder in order; the search ends when they are too large together, as those of `/`
+    are.
+    """
     files, nbytes = [], 0
     for file in folder.rglob("*"):
         if file.suffix in TEXT_SUFFIXES and file.is_file():

@@ -1,4 +1,4 @@
-"""The models: a GPT as GPT-2 has it, and a Llama.
+"""Defines the models: a GPT as GPT-2 has it, and a Llama.
 
 A GPT has LayerNorm, learned positions, GELU, and biases everywhere but in the head. A Llama has RMSNorm, rotary
 positions, SwiGLU, grouped-query attention, and no biases.
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def make_blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """Return the blocks, first to last."""
         return nn.ModuleList(self.block_type(self.config) for _ in range(self.config.layers))
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The unsharded twin: one process that computes what all ranks together must compute.
+"""Replays a training without sharding (the twin): one process that computes what all ranks together must compute.
 
 It replays each rank's micro-batches in rank order, sums the ranks' gradients in that order and divides by their number.
 A twin on the full batch would differ: it rounds differently, and ten Adam steps amplify the rounding to 2e-5.
@@ -18,6 +18,7 @@ from torch import nn
 Batch = tuple[Any, ...]  # what the loss takes beside the model
 LossOf = Callable[..., torch.Tensor]
 Gradients = list["torch.Tensor | None"]
+Buffers = dict[tuple[nn.Module, str], torch.Tensor]  # by the module that holds it and its name there
 
 
 def replay_gradients(model: nn.Module, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> float:
@@ -27,11 +28,12 @@ def replay_gradients(model: nn.Module, batches_by_rank: Sequence[Sequence[Batch]
     *batch)`, is divided by their number, as a training loop with accumulation does. Gradients must be None or zero
     before the call.
     """
-    return _averaged(model, (_replay(model, batches, loss_of) for batches in batches_by_rank), len(batches_by_rank))
+    replayed = (_replay(model, batches, loss_of) for batches in batches_by_rank)
+    return _averaged(model, replayed, len(batches_by_rank))
 
 
 class SideBySide:
-    """`replay_gradients` with several ranks' batches at a time, a thread each: the same bits in less time.
+    """Replays several ranks' batches at a time, a thread each: the same bits as `replay_gradients` in less time.
 
     Each thread computes with modules of its own over the same parameters; gradients are still summed in rank order. For
     models on the CPU that draw no random numbers in their forward (threads would draw them in any order). `at_once`
@@ -40,13 +42,17 @@ class SideBySide:
 
     def __init__(self, model: nn.Module, at_once: int, buffers: BuffersByRank | None = None) -> None:
         self._buffers = buffers
-        self._model, self._others = model, [_over_same_parameters(model) for _ in range(at_once - 1)]
+        self._model = model
+        self._others = [_over_same_parameters(model) for _ in range(at_once - 1)]
         self._threads = ThreadPoolExecutor(at_once)
 
     def replay_gradients(self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> float:
-        """As the function above, on the model that was given."""
-        replayed = self._one_by_one if self._buffers is not None else self._replayed
-        return _averaged(self._model, replayed(batches_by_rank, loss_of), len(batches_by_rank))
+        """Leave the averaged gradients on the model that was given and return the mean loss."""
+        if self._buffers is None:
+            replayed = self._replayed(batches_by_rank, loss_of)
+        else:
+            replayed = self._one_by_one(batches_by_rank, loss_of)
+        return _averaged(self._model, replayed, len(batches_by_rank))
 
     def _one_by_one(
         self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf
@@ -66,44 +72,48 @@ class SideBySide:
 
 
 class BuffersByRank:
-    """The buffers of a model, a set for each rank: a forward that changes them, as batch norm does, changes its own."""
+    """Keeps a set of a model's buffers for each rank: a forward that changes them, as batch norm does, changes its
+    rank's.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._kept = model, dict[int, dict[tuple[nn.Module, str], torch.Tensor]]()
-        self._first = self._copied(self._now())
+        self._model = model
+        self._by_rank: dict[int, Buffers] = {}
+        self._initial = self._copied(self._current())
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Inside, the model has the buffers of `rank`; what its forward makes of them is kept for the next time."""
-        own = self._kept.get(rank) or self._copied(self._first)
-        for (module, name), tensor in own.items():
+        """Give the model the buffers of `rank` inside; what its forward makes of them is kept for the next time."""
+        buffers = self._by_rank.get(rank) or self._copied(self._initial)
+        for (module, name), tensor in buffers.items():
             module._buffers[name] = tensor
         yield
-        self._kept[rank] = self._now()
+        self._by_rank[rank] = self._current()
 
-    def _now(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        return {
-            (module, name): tensor
-            for module in self._model.modules()
-            for name, tensor in module._buffers.items()
-            if tensor is not None
-        }
+    def _current(self) -> Buffers:
+        buffers = {}
+        for module in self._model.modules():
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    buffers[module, name] = tensor
+        return buffers
 
-    def _copied(self, found: dict[tuple[nn.Module, str], torch.Tensor]) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        """One copy of each tensor, however many modules share it."""
-        copies = {id(tensor): tensor.clone() for tensor in found.values()}
-        return {place: copies[id(tensor)] for place, tensor in found.items()}
+    def _copied(self, buffers: Buffers) -> Buffers:
+        """Copy each tensor once, however many modules share it."""
+        copies = {id(tensor): tensor.clone() for tensor in buffers.values()}
+        return {place: copies[id(tensor)] for place, tensor in buffers.items()}
 
 
 def _over_same_parameters(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(
-        model,
-        {id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad) for parameter in model.parameters()},
-    )
+    """Copy the modules. Their parameters have the same memory, and gradients of their own."""
+    memo = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def _replay(model: nn.Module, batches: Sequence[Batch], loss_of: LossOf) -> tuple[float, Gradients]:
-    """One rank's loss and gradients; the model keeps none."""
+    """Return one rank's loss and gradients; the model keeps none."""
     losses = 0.0
     for batch in batches:
         loss = loss_of(model, *batch) / len(batches)
@@ -116,6 +126,7 @@ def _replay(model: nn.Module, batches: Sequence[Batch], loss_of: LossOf) -> tupl
 
 
 def _averaged(model: nn.Module, replayed: Iterable[tuple[float, Gradients]], ranks: int) -> float:
+    """Leave on the parameters the sum of the ranks' gradients, in rank order, by the number of ranks."""
     totals: Gradients = [None for _ in model.parameters()]
     losses = 0.0
     for loss, gradients in replayed:
@@ -127,6 +138,8 @@ def _averaged(model: nn.Module, replayed: Iterable[tuple[float, Gradients]], ran
 
 
 def _plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if total is None or gradient is None:
-        return total if gradient is None else gradient
+    if gradient is None:
+        return total
+    if total is None:
+        return gradient
     return total.add_(gradient)

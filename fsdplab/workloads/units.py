@@ -1,4 +1,4 @@
-"""The units of a model that names none: its repeated block, or else its largest parts."""
+"""Finds the units of a model that names none: its repeated block, or else its largest parts."""
 
 from __future__ import annotations
 
@@ -24,62 +24,69 @@ class Units(NamedTuple):
 
 
 def repeated_block(model: nn.Module) -> Units:
-    """The instances of the class with most parameters that a ModuleList or a Sequential holds more than once.
+    """Return the instances of the class with most parameters that a ModuleList or a Sequential holds more than once.
 
     A model that does not repeat has its largest children as units, or none, where it has no two large ones.
     """
+    # class -> its instances by id, as two containers may hold the same module
     repeated: dict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            for kind, group in _by_class(container.children()).items():
-                if len(group) > 1 and not issubclass(kind, _WITHOUT_FORWARD):
-                    repeated[kind] |= {id(module): module for module in group}
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        for kind, group in _by_class(container.children()).items():
+            if len(group) > 1 and not issubclass(kind, _WITHOUT_FORWARD):
+                repeated[kind] |= {id(module): module for module in group}
     weights = {kind: parameters_in(group.values()) for kind, group in repeated.items()}
-    largest = max(weights.values(), default=0)
-    if largest:
-        kind = next(each for each, weight in weights.items() if weight == largest)
-        modules = _alone(model, [*repeated[kind].values()])
-        return Units(modules, f"The units are the repeated block: {len(modules)} x {kind.__name__}.")
-    return _largest_children(model)
+    if not any(weights.values()):
+        return _largest_children(model)
+    kind = max(weights, key=lambda kind: weights[kind])
+    modules = _alone(model, [*repeated[kind].values()])
+    return Units(modules, f"The units are the repeated block: {len(modules)} x {kind.__name__}.")
 
 
 def named_class(model: nn.Module, name: str) -> Units:
-    """All modules of the class `name`; ModelError where there is none, with the classes that there are."""
-    found = [module for module in model.modules() if module is not model and type(module).__name__ == name]
-    if not found:
-        known = {type(module).__name__ for module in model.modules() if module is not model}
+    """Return all modules of the class `name`; ModelError where there is none, with the classes that there are."""
+    inner = [module for module in model.modules() if module is not model]
+    of_the_class = [module for module in inner if type(module).__name__ == name]
+    if not of_the_class:
+        known = {type(module).__name__ for module in inner}
         raise ModelError(
             f"units is {name!r}{did_you_mean(name, known)}, but the model has no module of this class; expected auto,"
             f" model, linear or one of {', '.join(sorted(known))}"
         )
-    return Units(_alone(model, found), f"The units are {len(found)} x {name}, as asked.")
+    return Units(_alone(model, of_the_class), f"The units are {len(of_the_class)} x {name}, as asked.")
 
 
 def of_classes(model: nn.Module, classes: Sequence[type[nn.Module]]) -> Units:
-    """All modules of these classes; ModelError where there is none."""
-    found = [module for module in model.modules() if module is not model and isinstance(module, tuple(classes))]
+    """Return all modules of these classes; ModelError where there is none."""
+    modules = []
+    for module in model.modules():
+        if module is not model and isinstance(module, tuple(classes)):
+            modules.append(module)
     names = " and ".join(kind.__name__ for kind in classes)
-    if classes and not found:
+    if classes and not modules:
         raise ModelError(f"units has {names}, but the model has no module of such a class; leave units out")
-    return Units(_alone(model, found), f"The units are {len(found)} x {names}, as given.")
+    return Units(_alone(model, modules), f"The units are {len(modules)} x {names}, as given.")
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> int:
-    """Parameters of several modules, each counted once."""
-    return sum({id(each): each.numel() for module in modules for each in module.parameters()}.values())
+    """Count the parameters of several modules, each parameter once."""
+    counts: dict[int, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            counts[id(parameter)] = parameter.numel()
+    return sum(counts.values())
 
 
 def _largest_children(model: nn.Module) -> Units:
-    whole = parameters_in([model])
-    large = [
-        child
-        for child in model.children()
-        if not isinstance(child, _WITHOUT_FORWARD) and parameters_in([child]) >= max(1, _LARGE * whole)
-    ]
-    large = _alone(model, large)
+    """Return the children that hold a tenth of the parameters or more; none where there are fewer than two."""
+    least = max(1, _LARGE * parameters_in([model]))
+    children = [child for child in model.children() if not isinstance(child, _WITHOUT_FORWARD)]
+    large = _alone(model, [child for child in children if parameters_in([child]) >= least])
     if len(large) < 2:
         return Units([], "The model repeats no block and has no two large parts, so all of it is one unit.")
-    names = [name for name, child in model.named_children() if any(child is each for each in large)]
+    chosen = {id(module) for module in large}
+    names = [name for name, child in model.named_children() if id(child) in chosen]
     return Units(large, f"The model repeats no block; the units are its largest parts: {', '.join(names)}.")
 
 
@@ -91,27 +98,35 @@ def _by_class(modules: Iterable[nn.Module]) -> dict[type[nn.Module], list[nn.Mod
 
 
 def _alone(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Those whose parameters no module outside of them holds too: a shared parameter belongs to the root's unit."""
+    """Return those whose parameters no module outside of them holds too.
+
+    A parameter that is shared with the rest of the model belongs to the root's unit.
+    """
+    # parameter -> the modules that hold it themselves
     holders: dict[int, set[int]] = defaultdict(set)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders[id(parameter)].add(id(module))
-    within = [{id(each) for each in module.modules()} for module in modules]
-    return [
-        module
-        for module, inside in zip(modules, within)
-        if all(holders[id(parameter)] <= inside for parameter in module.parameters())
-    ]
+    alone = []
+    for module in modules:
+        inside = {id(part) for part in module.modules()}
+        if all(holders[id(parameter)] <= inside for parameter in module.parameters()):
+            alone.append(module)
+    return alone
 
 
 def words_of(modules: Sequence[nn.Module]) -> str:
-    """`12 x Block`; "" for none."""
+    """Count the modules by class: `12 x Block`; "" for none."""
     return ", ".join(f"{len(group)} x {kind.__name__}" for kind, group in _by_class(modules).items())
 
 
 def count_words(model: nn.Module) -> str:
-    """`1,234 parameters, 200 of them frozen`."""
-    parameters = [*model.parameters()]
-    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
-    words = f"{sum(each.numel() for each in parameters):,} parameters"
-    return f"{words}, {frozen:,} of them frozen" if frozen else words
+    """Count the parameters: `1,234 parameters, 200 of them frozen`."""
+    total, frozen = 0, 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if not parameter.requires_grad:
+            frozen += parameter.numel()
+    if frozen:
+        return f"{total:,} parameters, {frozen:,} of them frozen"
+    return f"{total:,} parameters"

@@ -1,4 +1,4 @@
-"""What a run trains, as one value: a model, each rank's batches, the loss, and the modules that are its units.
+"""Describes what a run trains as one value: a model, each rank's batches, the loss, and the modules that are units.
 
 Engines, the bench and the unsharded twin take a `Task` and know nothing else of what they train. A preset on a text
 (`OnText`) is one kind of it, a model of one's own (`fsdplab.Workload`) another.
@@ -57,7 +57,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, device: torch.device | str, seed: int) -> nn.Module:
-        """The model with values that `seed` alone sets; on the meta device its shapes."""
+        """Return the model with values that `seed` alone sets; on the meta device its shapes."""
 
     def fill(self, model: nn.Module, device: torch.device | str, seed: int) -> nn.Module:
         """Give parameters on the meta device, whole or sharded, memory on `device` and their values."""
@@ -65,33 +65,33 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, at: At) -> Any:
-        """One rank's micro-batch, on the device of `at`; a function of `at` alone."""
+        """Return one rank's micro-batch, on the device of `at`; a function of `at` alone."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss of a batch, a scalar; the forward goes through `model(...)`, so hooks run."""
+        """Return the mean loss of a batch, a scalar; the forward goes through `model(...)`, so hooks run."""
 
     def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
-        """The classes to shard, a unit for each instance."""
+        """Return the classes to shard, a unit for each instance."""
         return tuple(dict.fromkeys(type(module) for module in self.found_units(model).modules))
 
     def found_units(self, model: nn.Module) -> Units:
-        """The modules to shard as a unit each, and a sentence on how they were chosen."""
+        """Return the modules to shard as a unit each, and a sentence on how they were chosen."""
         return of_classes(model, self.units(model))
 
     def drawn(self, at: At) -> Any:
-        """One rank's micro-batch as `seeded_loss` takes it: a `Drawn` where the forward may draw."""
+        """Return one rank's micro-batch as `seeded_loss` takes it: a `Drawn` where the forward may draw."""
         return Drawn(at, self.batch(at)) if self.draws else self.batch(at)
 
     def seeded_loss(self, model: nn.Module, drawn: Any) -> Tensor:
-        """The loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
+        """Return the loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
         if not self.draws:
             return self.loss(model, drawn)
         torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
         return self.loss(model, drawn.content)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The workload's own optimizer; None: the run's."""
+        """Return the workload's own optimizer; None: the run's."""
         return None
 
     def tokens(self, drawn: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""The commands of `fsdplab plan`: each is one question about a job; without a command it is `plan step`."""
+"""Defines the commands of `fsdplab plan`: each is one question about a job; without a command it is `plan step`."""
 
 from __future__ import annotations
 
@@ -34,31 +34,35 @@ TOKENS = Flag(float | None, None, "Tokens of the whole training, such as 15e12: 
 PRICE = Flag(float | None, None, "Dollars of a GPU-hour: costs are told in dollars.")
 
 add_command(
-    app, "step", "plan.step:step_answer",
+    app,
+    "step",
+    "plan.step:step_answer",
     "Plan one step: memory by category beside the card, traffic, time, and what would fit. The default command.",
-    taken(PLAN), {"tokens": TOKENS, "price": PRICE}, taken(OUTPUTS, "json"),
+    taken(PLAN),
+    {"tokens": TOKENS, "price": PRICE},
+    taken(OUTPUTS, "json"),
     shown=(
         "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --world-size 16 --checkpoint full",
         "fsdplab plan --model mistral-7b --gpu 4090 --world-size 4 --lora-rank 16 --base-dtype nf4 --json -",
     ),
-)  # fmt: skip
+)
 
 add_command(
-    app, "fit", "plan.fit:fit_answer",
+    app,
+    "fit",
+    "plan.fit:fit_answer",
     "Search the fastest, the cheapest and the safest plan on so many GPUs or fewer, and the best single change.",
     taken(PLAN),
     {
         "tokens": TOKENS,
         "price": PRICE,
         "global_batch": Flag(
-            int | None, None,
+            int | None,
+            None,
             "Sequences of a step, which all plans keep; default: those of --batch-size and --micro-batches, or 4"
             " million tokens.",
         ),
-        "keep": Flag(
-            str, "",
-            "Choices that stay as given: some of world-size,strategy,tp,checkpoint,batch-size.",
-        ),
+        "keep": Flag(str, "", "Choices that stay as given: some of world-size,strategy,tp,checkpoint,batch-size."),
     },
     taken(OUTPUTS, "json"),
     shown=(
@@ -66,37 +70,45 @@ add_command(
         "fsdplab plan fit --model llama-3.1-70b --world-size 64 --global-batch 512 --tokens 1e12 --price 2.5",
         "fsdplab plan fit --model llama-3.1-70b --world-size 64 --keep loss,cp --json -",
     ),
-)  # fmt: skip
+)
 
 add_command(
-    app, "sweep", "plan.step:sweep_answer", "Plan for each value of one choice.",
+    app,
+    "sweep",
+    "plan.step:sweep_answer",
+    "Plan for each value of one choice.",
     {
         "values": Flag(
-            str, ...,
+            str,
+            ...,
             "A flag and its values: world-size=8..1024 (doubling), sequence-length=1024,4096 or network=ib400,eth100.",
             argument=True,
-        ),
+        )
     },
-    taken(PLAN), taken(OUTPUTS, "json", "figure"),
+    taken(PLAN),
+    taken(OUTPUTS, "json", "figure"),
     shown=(
         "fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html",
         "fsdplab plan sweep model=llama-3.1-8b,llama-2-13b,llama-3.1-70b --world-size 8 --checkpoint full",
     ),
-)  # fmt: skip
+)
 
 add_command(
-    app, "simulate", "plan.simulation:simulation_answer",
+    app,
+    "simulate",
+    "plan.simulation:simulation_answer",
     "Simulate the step event by event, beside the closed form, and known steps beside what was measured.",
     taken(PLAN),
     {
         "record": Flag(
-            Path | None, None,
+            Path | None,
+            None,
             "A profiled run of yours, on CPU ranks with a link, to simulate again beside its own steps.",
-        ),
+        )
     },
     taken(OUTPUTS, "json", "html"),
     shown=(
         "fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html",
         "fsdplab plan simulate --record runs/full_shard",
     ),
-)  # fmt: skip
+)

@@ -1,8 +1,8 @@
-"""`fsdplab plan fit`: the fastest, the cheapest and the safest plan, why, and the best single change."""
+"""Answers `fsdplab plan fit`: the fastest, the cheapest and the safest plan, why, and the best single change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,19 @@ _BILLION = 1e9
 
 @dataclass(frozen=True)
 class Asked:
-    """What a search was asked: tokens of the training and dollars of a GPU-hour, if they were given."""
+    """Holds what a search was asked: tokens of the training and dollars of a GPU-hour, if they were given."""
 
     tokens: float | None
     price: float | None
 
     def gpu_hours(self, candidate: Candidate) -> float | None:
-        """GPU-hours of the training, or of a billion tokens."""
+        """Return the GPU-hours of the training, or of a billion tokens; None where the step time is not known."""
         time, spec = candidate.plan.time, candidate.spec
         if time is None:
             return None
-        return (self.tokens or _BILLION) / spec.step_tokens * time.step_s / 3600 * spec.gpus
+        steps = (self.tokens or _BILLION) / spec.step_tokens
+        hours = steps * time.step_s / 3600
+        return hours * spec.gpus
 
 
 def fit_answer(
@@ -43,58 +45,62 @@ def fit_answer(
     check_price(price)
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
-    found = fit(spec, global_batch, [name for name in names if name])
-    model = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
-    begin = f"{model} --sequence-length {spec.seq}"
-    ways = () if found.own.fits else remedy_parts(found.own.spec, model, frozenset(found.kept))
+    result = fit(spec, global_batch, [name for name in names if name])
+    command = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    ways: Iterable[Part] = ()
+    if not result.own.fits:
+        ways = remedy_parts(result.own.spec, command, frozenset(result.kept))
     parts: list[Part] = [
-        _table(found, asked),
-        *_reasons(found, begin),
+        _table(result, asked),
+        *_reasons(result, f"{command} --sequence-length {spec.seq}"),
         *ways,
-        *_single(found),
-        Line(_fewest_gpus(found.own.spec), "fewest GPUs"),
-        *_host(found),
-        *_tried(found),
+        *_single(result),
+        Line(_fewest_gpus(result.own.spec), "fewest GPUs"),
+        *_host(result),
+        *_tried(result),
         Line(spec.gpu.memory_words, "card", "dim"),
-        provenance([found.own.plan]),
+        provenance([result.own.plan]),
     ]
-    return Answer(parts, _as_dict(found, asked))
+    return Answer(parts, _as_dict(result, asked))
 
 
-def _host(found: Fit) -> Iterator[Line]:
-    """What offloaded states take of a node's host memory, and the question for it where it is not known."""
-    for name, words in sentences(elsewhere(found.own.spec)):
+def _host(result: Fit) -> Iterator[Line]:
+    """Yield what offloaded states take of a node's host memory, and the question for it where it is not known."""
+    for name, words in sentences(elsewhere(result.own.spec)):
         if name == HOST:
             yield Line(words, name)
 
 
-def _tried(found: Fit) -> Iterator[Line]:
-    tokens = found.sequences * found.own.spec.seq
-    kept = ""
-    if found.kept:
-        kept = f"; kept as given: {', '.join(found.kept)}"
-    yield Line(f"{found.sequences:,} sequences, {tokens:,} tokens, a step{kept}", "global batch")
-    yield Line(f"{found.planned:,} plans, of which {found.fitting:,} fit", "tried")
+def _tried(result: Fit) -> Iterator[Line]:
+    """Yield the batch that all plans have, and how many plans were tried."""
+    tokens = result.sequences * result.own.spec.seq
+    as_given = ""
+    if result.kept:
+        as_given = f"; kept as given: {', '.join(result.kept)}"
+    yield Line(f"{result.sequences:,} sequences, {tokens:,} tokens, a step{as_given}", "global batch")
+    yield Line(f"{result.planned:,} plans, of which {result.fitting:,} fit", "tried")
 
 
-def _picks(found: Fit) -> dict[str, Candidate]:
-    candidates = {name: getattr(found, name) for name in WHY}
+def _picks(result: Fit) -> dict[str, Candidate]:
+    """Return the answers by name: fastest, cheapest, safest; none where nothing fits."""
+    candidates = {name: getattr(result, name) for name in WHY}
     return {name: candidate for name, candidate in candidates.items() if candidate is not None}
 
 
-def _table(found: Fit, asked: Asked) -> Table:
+def _table(result: Fit, asked: Asked) -> Table:
+    unit = "$" if asked.price else "GPU-hours"
     what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
-    cost = f"{'$' if asked.price else 'GPU-hours'} of {what}"
     columns = ["", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU"]
     if asked.tokens:
         columns.append("hours")
-    columns.append(cost)
-    named = {"as given": found.own, **_picks(found)}
+    columns.append(f"{unit} of {what}")
+    named = {"as given": result.own, **_picks(result)}
     rows = [_row(name, candidate, asked) for name, candidate in named.items()]
     return Table(columns, rows, words=("", "plan", "fits"), folds=("plan",))
 
 
 def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
+    """Return the cells of a candidate. A plan that does not fit costs nothing, as it cannot be run."""
     plan, spec = candidate.plan, candidate.spec
     step, speed, cost = None, MISSING, MISSING
     if plan.time is not None:
@@ -108,73 +114,81 @@ def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
     return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, *last)
 
 
-def _reasons(found: Fit, begin: str) -> Iterator[Line]:
-    if found.fastest is None:
-        yield from _nothing_fits(found.own)
+def _reasons(result: Fit, begin: str) -> Iterator[Line]:
+    """Yield why each answer was chosen, and its command, which begins with `begin`."""
+    if result.fastest is None:
+        yield from _nothing_fits(result.own)
         return
-    for name, chosen in _picks(found).items():
-        yield Line(f"{WHY[name](found, chosen)}.", name, "good")
-        if name == "fastest" or chosen.spec != found.fastest.spec:
+    for name, chosen in _picks(result).items():
+        yield Line(f"{WHY[name](result, chosen)}.", name, "good")
+        # the cheapest plan is often the fastest one: its command is shown once
+        if name == "fastest" or chosen.spec != result.fastest.spec:
             yield Line(f"{begin} {flags(chosen.spec)}", "  command", "dim")
 
 
-def _nothing_fits(own: Candidate) -> Iterator[Line]:
-    """What the plan that was given lacks."""
-    yield Line(f"nothing fits on {own.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
-    missing = lacking(own.plan)
+def _nothing_fits(given: Candidate) -> Iterator[Line]:
+    """Yield what the plan that was given lacks."""
+    yield Line(f"nothing fits on {given.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
+    missing = lacking(given.plan)
     if missing:
         yield Line(missing, "as given")
 
 
 def _fewest_gpus(spec: PlanSpec) -> str:
-    more = fewest_gpus(spec)
-    if more is not None:
-        return f"{more.spec.gpus} with {in_short(more.spec)}"
-    unknown = f" in one node, and no network between nodes is known for {spec.gpu.name}"
-    return f"no number of these GPUs holds it{'' if spec.fabric else unknown}"
+    plan = fewest_gpus(spec)
+    if plan is not None:
+        return f"{plan.spec.gpus} with {in_short(plan.spec)}"
+    if spec.fabric:
+        return "no number of these GPUs holds it"
+    return f"no number of these GPUs holds it in one node, and no network between nodes is known for {spec.gpu.name}"
 
 
-def _single(found: Fit) -> Iterator[Line]:
-    """The best single change of a plan that fits; what makes another one fit is told apart."""
-    own, single = found.own, found.single
+def _single(result: Fit) -> Iterator[Line]:
+    """Yield the best single change of a plan that fits; another one has remedies."""
+    given, single = result.own, result.single
     label = "best single change"
-    if not own.fits:
+    if not given.fits:
         return
     if single is None:
         yield Line("none is faster", label)
         return
-    gain = own.expected_s / single.candidate.expected_s - 1
+    gain = given.expected_s / single.candidate.expected_s - 1
     peak = f"{size(single.candidate.peak)} at the peak"
     yield Line(f"{changes_in_words(single.changes)}: {percent(gain)} faster, {peak}", label)
 
 
-def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
-    single = found.single
+def _as_dict(result: Fit, asked: Asked) -> dict[str, Any]:
     answers = {}
-    for name, chosen in _picks(found).items():
-        answers[name] = _candidate(chosen, asked) | {"reason": WHY[name](found, chosen)}
+    for name, chosen in _picks(result).items():
+        answers[name] = _candidate(chosen, asked) | {"reason": WHY[name](result, chosen)}
+    single = result.single
     return {
-        "as_given": _candidate(found.own, asked),
+        "as_given": _candidate(result.own, asked),
         "answers": answers,
         "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, asked)},
-        "remedies": [remedy.as_dict() for remedy in _remedies(found)],
-        "global_batch": found.sequences,
-        "kept": list(found.kept),
-        "tried": {"plans": found.planned, "fit": found.fitting},
+        "remedies": [remedy.as_dict() for remedy in _remedies(result)],
+        "global_batch": result.sequences,
+        "kept": list(result.kept),
+        "tried": {"plans": result.planned, "fit": result.fitting},
     }
 
 
-def _remedies(found: Fit) -> tuple[Remedy, ...]:
-    return () if found.own.fits else remedies(found.own.spec, frozenset(found.kept))
+def _remedies(result: Fit) -> tuple[Remedy, ...]:
+    if result.own.fits:
+        return ()
+    return remedies(result.own.spec, frozenset(result.kept))
 
 
 def _candidate(candidate: Candidate, asked: Asked) -> dict[str, Any]:
     spec, hours = candidate.spec, asked.gpu_hours(candidate)
+    dollars = None
+    if hours and asked.price:
+        dollars = hours * asked.price
     return candidate.plan.as_dict() | {
         "checkpointing": spec.checkpointing,
         "grad_accum": spec.grad_accum,
         "flags": flags(spec),
         "gpu_hours": hours,
-        "dollars": hours * asked.price if hours and asked.price else None,
+        "dollars": dollars,
         "gpu_hours_of_tokens": asked.tokens or _BILLION,
     }

@@ -1,4 +1,4 @@
-"""`fsdplab plan simulate`: a step, event by event, beside the closed form, and as a page with its timeline.
+"""Answers `fsdplab plan simulate`: a step, event by event, beside the closed form, and as a page with its timeline.
 
 The two are one program, so below them stand steps that others measured, simulated in the same way: published runs like
 the one that is asked for, and runs that were recorded with this package.
@@ -36,89 +36,115 @@ _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_
 
 
 def simulation_answer(settings: dict[str, Any], record: Path | None) -> Answer:
-    """One step of a plan, simulated, beside the closed form, and measured steps simulated; the page has the timeline.
+    """Simulate one step of a plan and steps that were measured, beside the closed form; the page has the timeline.
 
     `record` is the folder of a recorded run to take in place of those of `data/`.
     """
     spec = plan_spec(**settings)
-    peak_flops(spec.gpu)
+    peak_flops(spec.gpu)  # refuses a GPU whose FLOP/s are not known
     began = time.perf_counter()
-    found, simulated = plan_of(spec), simulate(spec)
+    plan = plan_of(spec)
+    simulated = simulate(spec)
     took = time.perf_counter() - began
+
     columns = ("of one step", "simulated", "closed form", "difference")
+    rows = [_row(*quantity) for quantity in _quantities(plan, simulated)]
     where = "the first column is simulated, the second predicted in closed form"
     published, recorded = _published(spec), _recorded(record)
     parts = (
-        Table(columns, [_row(*pair) for pair in _pairs(found, simulated)], words=("of one step",)),
+        Table(columns, rows, words=("of one step",)),
         Line(_how(simulated, took), "simulated"),
-        provenance([found], where),
-        *_beside_measured(published, recorded, record is not None),
+        provenance([plan], where),
+        *_beside_measured(published, recorded, of_the_lab=record is None),
     )
+    summary = simulated.summary.as_dict()
     data = {
-        "simulated": {name: part for name, part in simulated.summary.as_dict().items() if name in _FIELDS},
-        "closed_form": found.as_dict(), "provenance": simulated.provenance,
-        "measured": [each.as_dict() for each in (*published, *recorded)],
-    }  # fmt: skip
+        "simulated": {name: summary[name] for name in summary if name in _FIELDS},
+        "closed_form": plan.as_dict(),
+        "provenance": simulated.provenance,
+        "measured": [row.as_dict() for row in (*published, *recorded)],
+    }
     return Answer(parts, data, lambda: figures.comparison_page(comparison_json([simulated]), [simulated]))
 
 
 def _published(spec: PlanSpec) -> list[Measured]:
     table = shared_folder("data") / "published.csv"
-    return published_like(spec, table) if table.exists() else []
+    if not table.exists():
+        return []
+    return published_like(spec, table)
 
 
-def _recorded(own: Path | None) -> list[Measured]:
-    if own:
-        return recorded_steps(RunRecord.load(own))
-    found = {name: shared_folder("data") / name for name in _RECORDS}
-    return [row for name, path in found.items() if path.exists() for row in recorded_steps(RunRecord.load(path), name)]
+def _recorded(record: Path | None) -> list[Measured]:
+    """Simulate the steps of a recorded run, or of the lab's own recorded runs."""
+    if record:
+        return recorded_steps(RunRecord.load(record))
+    rows: list[Measured] = []
+    for name in _RECORDS:
+        folder = shared_folder("data") / name
+        if folder.exists():
+            rows += recorded_steps(RunRecord.load(folder), name)
+    return rows
 
 
-def _beside_measured(published: Sequence[Measured], recorded: Sequence[Measured], own: bool) -> Iterator[Line | Table]:
-    """Steps one by one, and the spread of every quantity; `own`: the recorded run is not of `data/`."""
+def _beside_measured(
+    published: Sequence[Measured], recorded: Sequence[Measured], of_the_lab: bool
+) -> Iterator[Line | Table]:
+    """Yield the measured steps one by one, and the spread of every quantity.
+
+    `of_the_lab`: the recorded runs are those of `data/`.
+    """
     columns = ("a step that was measured", "closed form", "simulated", "measured", "simulated / measured")
-    steps = [each for each in (*published, *recorded) if each.quantity == STEP]
-    rows = [(each.run, *map(seconds, each.seconds), f"{each.ratio:.2f}") for each in steps]
+    rows = []
+    for measured in (*published, *recorded):
+        if measured.quantity == STEP:
+            rows.append((measured.run, *map(seconds, measured.seconds), f"{measured.ratio:.2f}"))
     if rows:
         yield Table(columns, rows, words=columns[:1], folds=columns[:1])
     if published:
-        sources = ", ".join(dict.fromkeys(f"{each.source}: {each.part}" for each in published))
+        sources = ", ".join(dict.fromkeys(f"{row.source}: {row.part}" for row in published))
         yield Line(f"simulated / measured {_spread(published, STEP)} ({sources})", "published runs most like this")
     if recorded:
         quantities = ", ".join(f"{name} {_spread(recorded, name)}" for name in (STEP, SIMULATED_PARTS, EXPOSED))
-        note = "" if own else _ON_A_BUSY_MACHINE
+        note = _ON_A_BUSY_MACHINE if of_the_lab else ""
         yield Line(f"simulated / measured: {quantities}. {_NOT_SIMULATED}{note}", "recorded runs")
 
 
 def _spread(rows: Sequence[Measured], quantity: str) -> str:
-    middle, least, most = spread(each for each in rows if each.quantity == quantity)
+    middle, least, most = spread(row for row in rows if row.quantity == quantity)
     return f"{middle:.2f} in the middle, {least:.2f} to {most:.2f}"
 
 
 def _row(name: str, write: Callable[[float], str], simulated: float, closed: float) -> Sequence[str]:
-    apart = round(100 * (simulated / closed - 1), 1) if closed else None
-    return name, write(simulated), write(closed), MISSING if apart is None else f"{apart or 0:+.1f}%"
+    difference = MISSING
+    if closed:
+        percent = round(100 * (simulated / closed - 1), 1)
+        difference = f"{percent or 0:+.1f}%"  # `or 0` turns -0.0 into 0
+    return name, write(simulated), write(closed), difference
 
 
-def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Callable[[float], str], float, float]]:
-    """(quantity, how it is written, simulated, closed form)."""
-    assert found.time is not None, "a GPU without FLOP/s was refused before"
-    comm, split = record.summary.comm, record.table("breakdown")[0]
-    yield "step", seconds, known(record.summary.step_time_s.median), found.time.step_s
-    yield "compute", seconds, split["compute_ns"] / 1e9, found.time.compute_s
-    yield "exposed communication", seconds, known(comm.exposed_s), max(0.0, found.time.exposed_s)
-    yield "sent by a rank", size, known(comm.bytes_per_step), sum(row.step_bytes for row in found.traffic)
-    speed = known(record.summary.tokens_per_s) / found.spec.gpus
-    yield "tokens/s a GPU", three_digits, speed, found.tokens_per_s_per_gpu or 0.0
-    peak = known(record.summary.peak_memory_bytes.total)
-    yield "peak memory of a rank", size, peak, found.memory.peak.total
+def _quantities(plan: Plan, record: RunRecord) -> Iterator[tuple[str, Callable[[float], str], float, float]]:
+    """Yield (quantity, how it is written, simulated, closed form)."""
+    assert plan.time is not None, "a GPU without FLOP/s was refused before"
+    summary = record.summary
+    compute_s = record.table("breakdown")[0]["compute_ns"] / 1e9
+    yield "step", seconds, known(summary.step_time_s.median), plan.time.step_s
+    yield "compute", seconds, compute_s, plan.time.compute_s
+    yield "exposed communication", seconds, known(summary.comm.exposed_s), max(0.0, plan.time.exposed_s)
+    sent = sum(row.step_bytes for row in plan.traffic)
+    yield "sent by a rank", size, known(summary.comm.bytes_per_step), sent
+    speed = known(summary.tokens_per_s) / plan.spec.gpus
+    yield "tokens/s a GPU", three_digits, speed, plan.tokens_per_s_per_gpu or 0.0
+    peak = known(summary.peak_memory_bytes.total)
+    yield "peak memory of a rank", size, peak, plan.memory.peak.total
 
 
 def _how(record: RunRecord, took: float) -> str:
+    """Say how much was simulated, and what the memory is."""
     simulated = known(record.summary.simulated)
     ranks = sum(simulated.ranks.values())
+    noun = "rank" if ranks == 1 else "ranks"
     return (
-        f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated.ranks), 'kind')},"
+        f"{ranks:,} {noun} of {plural(len(simulated.ranks), 'kind')},"
         f" {simulated.operations:,} events with the engine's own schedule, in {seconds(took)}; memory is the closed"
         " form's, at the instants that the simulation gives it"
     )

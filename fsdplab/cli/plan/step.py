@@ -1,10 +1,10 @@
-"""`fsdplab plan step`, or `plan` alone: memory by category beside the card, traffic, time and throughput of a job; and
-`fsdplab plan sweep`: a table of many plans, and a figure.
+"""Answers `fsdplab plan step`, or `plan` alone: memory by category beside the card, traffic, time and throughput of a
+job; and `fsdplab plan sweep`: a table of many plans, and a figure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
@@ -29,20 +29,24 @@ from fsdplab.planning.step_time import StepTime, peak_flops
 PREDICTED = "all figures are predicted, in closed form"
 
 
-def reached_words(found: Plan) -> str:
-    """`0.485 of 989 TFLOP/s: fitted on 5 published runs`: what all predicted times rest on."""
-    return found.efficiency.of(peak_flops(found.spec.gpu)) if found.efficiency else "unknown"
+def reached_words(plan: Plan) -> str:
+    """Say what all predicted times rest on: `0.485 of 989 TFLOP/s: fitted on 5 published runs`."""
+    if plan.efficiency is None:
+        return "unknown"
+    return plan.efficiency.of(peak_flops(plan.spec.gpu))
 
 
 def provenance(plans: Sequence[Plan], what: str = PREDICTED) -> Line:
-    """Where the figures of plans on one kind of GPU are from."""
-    reached = f"; matrix products reach {reached_words(plans[0])}" if plans and plans[0].efficiency else ""
-    return Line(f"{what}{reached}", "provenance")
+    """Say where the figures of plans on one kind of GPU are from."""
+    if plans and plans[0].efficiency:
+        what = f"{what}; matrix products reach {reached_words(plans[0])}"
+    return Line(what, "provenance")
 
 
 _BAR = 30  # columns of a whole card
 _NOTHING_S = 1e-9  # what is exposed below this is a rounding error
 _MUCH = 0.1  # part of all communication from which on latency is told
+_UNKNOWN_TIME = "unknown: no bf16 FLOP/s are known for {}"
 
 
 def check_tokens(tokens: float | None) -> None:
@@ -58,54 +62,62 @@ def check_price(price: float | None) -> None:
 
 
 def step_answer(settings: dict[str, Any], tokens: float | None, price: float | None) -> Answer:
-    """The plan of one step."""
+    """Plan one step of a model that is known by name or by its `config.json`, or of one in a Python file."""
     check_tokens(tokens)
     check_price(price)
     if price is not None and tokens is None:
         refuse("--price is of the GPU-hours of a training; give its --tokens too, such as 15e12")
     if settings["model"].endswith(".py"):
         return _recorded_answer(settings, tokens)
-    found = plan_of(plan_spec(**settings))
-    values = [*_times(found, tokens, price)]
-    times = Table(("name", "value"), values, ("name", "value"), folds=("value",), header=False)
-    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
-    ways = () if found.fits else remedy_parts(found.spec, begin)
-    card = Line(found.spec.gpu.memory_words, "card", "dim")
-    parts = (Line(_headline(found), mood="bold"), card, _memory_table(found), _card(found), *ways, times)
-    return Answer(parts, plan_json(found, tokens))
+    plan = plan_of(plan_spec(**settings))
+    headline = Line(_headline(plan), mood="bold")
+    card = Line(plan.spec.gpu.memory_words, "card", "dim")
+    ways: Iterable[Part] = ()
+    if not plan.fits:
+        ways = remedy_parts(plan.spec, f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}")
+    times = _named_values(_times(plan, tokens, price))
+    parts = (headline, card, _memory_table(plan), _card(plan), *ways, times)
+    return Answer(parts, plan_json(plan, tokens))
 
 
 def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
-    """The same for a model in a Python file, of which one micro-batch is recorded."""
+    """Plan one step of a model in a Python file, of which one micro-batch is recorded."""
     from fsdplab.sessions.recorded_model import plan_of_file  # torch
 
     if tokens is not None:
         refuse("--tokens counts the tokens of a language model; leave it out for a Python file")
-    found = plan_of_file(**settings)
-    spec, recording = found.spec, found.recording
-    units = plural(len(recording.units) - 1, "unit")
+    plan = plan_of_file(**settings)
+    spec = plan.spec
+    units = plural(len(plan.recording.units) - 1, "unit")
     headline = (
-        f"{spec.model.name}, {found.parameters:,} parameters in {units} beside the root, {spec.strategy} on"
+        f"{spec.model.name}, {plan.parameters:,} parameters in {units} beside the root, {spec.strategy} on"
         f" {spec.gpus} x {spec.gpu.name}; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}"
     )
-    peak, card = found.memory.peak.total, spec.gpu.memory_bytes
-    verdict = (
-        Line(f"{size(card - peak)} of {size(card)} are left at the peak", "fits", "good")
-        if found.fits
-        else Line(f"needs {size(peak)}, has {size(card)}", "does not fit", "bad")
-    )
-    times = Table(("name", "value"), [*_recorded_times(found)], ("name", "value"), folds=("value",), header=False)
-    return Answer((Line(headline, mood="bold"), _memory_table(found), verdict, times), found.as_dict())
-
-
-def _recorded_times(found: RecordedPlan) -> Iterator[tuple[str, str]]:
-    yield "sent by a rank a step", _sent(found.as_dict())
-    time, tensors = found.time, "real" if found.recording.real else "fake"
-    if time is None:
-        yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
+    peak = plan.memory.peak.total
+    card = spec.gpu.memory_bytes
+    if plan.fits:
+        verdict = Line(f"{size(card - peak)} of {size(card)} are left at the peak", "fits", "good")
     else:
-        yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
-        yield "matrix products reach", reached_words(found)
+        verdict = Line(f"needs {size(peak)}, has {size(card)}", "does not fit", "bad")
+    times = _named_values(_recorded_times(plan))
+    return Answer((Line(headline, mood="bold"), _memory_table(plan), verdict, times), plan.as_dict())
+
+
+def _named_values(rows: Iterator[tuple[str, str]]) -> Table:
+    """Lay out names and values as a table without a header."""
+    columns = ("name", "value")
+    return Table(columns, [*rows], words=columns, folds=("value",), header=False)
+
+
+def _recorded_times(plan: RecordedPlan) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of the traffic and the times of a recorded model."""
+    yield "sent by a rank a step", _sent(plan.as_dict())
+    if plan.time is None:
+        yield "step time", _UNKNOWN_TIME.format(plan.spec.gpu.name)
+    else:
+        yield "step", _step_words(plan.time)
+        yield "matrix products reach", reached_words(plan)
+    tensors = "real" if plan.recording.real else "fake"
     yield "provenance", f"{PROVENANCE} on {tensors} tensors; operators are the CPU's"
 
 
@@ -114,14 +126,22 @@ def _sent(answer: dict[str, Any]) -> str:
     return ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in by_axis) or "nothing"
 
 
-def _exposed(time: StepTime) -> str:
-    return seconds(time.exposed_s) if time.exposed_s > _NOTHING_S else "none"
+def _step_words(time: StepTime) -> str:
+    """Say how long a step is, and which part of it computes or waits for communication."""
+    exposed = "none"
+    if time.exposed_s > _NOTHING_S:
+        exposed = seconds(time.exposed_s)
+    return f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {exposed}"
 
 
-def _headline(found: Plan) -> str:
-    spec = found.spec
-    groups = f" in {spec.replicas} groups of {spec.shards}" if spec.row.in_groups else ""
-    active = f" ({spec.model.active_parameters / 1e9:.3g} B active)" if spec.model.mixture else ""
+def _headline(plan: Plan) -> str:
+    spec = plan.spec
+    groups = ""
+    if spec.row.in_groups:
+        groups = f" in {spec.replicas} groups of {spec.shards}"
+    active = ""
+    if spec.model.mixture:
+        active = f" ({spec.model.active_parameters / 1e9:.3g} B active)"
     sequences = plural(spec.micro_batch, "sequence")
     passes = plural(spec.grad_accum, "micro-batch", "micro-batches")
     return (
@@ -132,44 +152,56 @@ def _headline(found: Plan) -> str:
 
 
 def _mesh(spec: PlanSpec) -> str:
-    """The axes beside those of states, where they have more than one rank."""
+    """Name the axes beside those of states, where they have more than one rank."""
+    words = ""
     ways = {"tensor": spec.tensor_parallel, "context": spec.context_parallel, "expert": spec.expert_parallel}
-    found = "".join(f", {count}-way {name} parallel" for name, count in ways.items() if count > 1)
+    for name, count in ways.items():
+        if count > 1:
+            words += f", {count}-way {name} parallel"
     if spec.pipeline_parallel == 1:
-        return found
-    parts = f" of {spec.virtual_stages} parts each" if spec.virtual_stages > 1 else ""
-    return f"{found}, {spec.pipeline_parallel} stages{parts} ({spec.schedule})"
+        return words
+    stages = f"{spec.pipeline_parallel} stages"
+    if spec.virtual_stages > 1:
+        stages += f" of {spec.virtual_stages} parts each"
+    return f"{words}, {stages} ({spec.schedule})"
 
 
-def _memory_table(found: Plan) -> Table:
-    """Categories at the peak and between steps."""
-    peak, resting, card = found.memory.peak, found.memory.resting, found.spec.gpu.memory_bytes
+def _memory_table(plan: Plan | RecordedPlan) -> Table:
+    """Tabulate the categories at the peak and between steps; each bar is a category's part of the card."""
+    peak, resting = plan.memory.peak, plan.memory.resting
+    card = plan.spec.gpu.memory_bytes
     rows = []
     for name, row in CATEGORY_ROWS.items():
-        here, rests = peak.by_category[name], resting.by_category[name]
-        bar = "#" * min(_BAR, round(_BAR * here / card))
-        rows.append((row.title, size(rests) if rests else MISSING, size(here) if here else MISSING, bar))
+        at_peak = peak.by_category[name]
+        bar = "#" * min(_BAR, round(_BAR * at_peak / card))
+        rows.append((row.title, _size_or_missing(resting.by_category[name]), _size_or_missing(at_peak), bar))
     rows.append(("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}"))
     columns = ("memory of a rank", "between steps", "at the peak", "of the card")
     return Table(columns, rows, words=("memory of a rank", "of the card"))
 
 
-def _card(found: Plan) -> Line:
-    memory, card = found.memory, found.spec.gpu.memory_bytes
-    missing = lacking(found)
+def _size_or_missing(nbytes: float) -> str:
+    return size(nbytes) if nbytes else MISSING
+
+
+def _card(plan: Plan) -> Line:
+    """Say whether the plan fits the card, and how far its peak may be from what is predicted."""
+    missing = lacking(plan)
     if missing is not None:
         return Line(missing, "does not fit", "bad")
-    peak, band = memory.peak, memory_band(found.spec)
+    memory, peak, card = plan.memory, plan.memory.peak, plan.spec.gpu.memory_bytes
+    band = memory_band(plan.spec)
     low, high = band.around(peak.total)
     words = (
         f"{size(peak.total)} of {size(card)} at the peak, in the {peak.name}; {size(low)} to {size(high)} {band.words};"
         f" the allocator is likely to reserve {size(memory.reserved_bytes)}"
     )
-    return Line(words, f"fits: {found.fitness}", "good" if found.fitness == "yes" else "")
+    mood = "good" if plan.fitness == "yes" else ""
+    return Line(words, f"fits: {plan.fitness}", mood)
 
 
 def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset()) -> Iterator[Part]:
-    """What makes a plan fit that does not: a table, and the command of each row behind `begin`."""
+    """Yield what makes a plan fit that does not: a table, and the command of each row behind `begin`."""
     ways = remedies(spec, kept)
     if ways:
         columns = ("what makes it fit", "peak", "fits", "tokens/s a GPU", "beside that")
@@ -190,94 +222,121 @@ def _remedy_row(remedy: Remedy) -> Sequence[str]:
     return remedy.words, size(remedy.peak), remedy.fitness, shown, "; ".join(remedy.notes)
 
 
-def _times(found: Plan, tokens: float | None, price: float | None) -> Iterator[tuple[str, str]]:
-    yield "sent by a rank a step", _sent(found.as_dict())
-    reached, fabric = part_of_network(found.spec), found.spec.fabric
+def _times(plan: Plan, tokens: float | None, price: float | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of the traffic, the times and the throughput, as far as they are known."""
+    spec, time = plan.spec, plan.time
+    yield "sent by a rank a step", _sent(plan.as_dict())
+    reached, fabric = part_of_network(spec), spec.fabric
     if reached and fabric:
         named = "; --network names another" if fabric.assumed else ""
         yield "network", f"{fabric.words}{named}; rings over {reached[0]} nodes reach {reached[1]:.0%} of it"
-    time = found.time
     if time is None:
-        yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
+        yield "step time", _UNKNOWN_TIME.format(spec.gpu.name)
         yield "provenance", PREDICTED
         return
-    yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
-    yield "communication alone", _communication(found, time)
-    peers = peerless_band(found.spec)
+    yield "step", _step_words(time)
+    yield "communication alone", _communication(plan, time)
+    peers = peerless_band(spec)
     if peers:
         yield "its rate", peers.words
-    yield from _advice(found.spec).items()
-    if found.spec.pipeline_parallel > 1:
-        yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"
-    if found.spec.offload:
-        yield "copies to and from the host", _copies(found.spec, time)
+    yield from _advice(spec)
+    if spec.pipeline_parallel > 1:
+        yield "bubble of the pipeline", f"{bubble(spec):.1%} of a stage's compute, counted as exposed"
+    if spec.offload:
+        yield "copies to and from the host", _copies(spec, time)
         yield "optimizer on the CPU", f"{seconds(time.host_optimizer_s)} of the compute; {OPTIMIZER_SOURCE}"
-    speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
-    yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
-    band = speed_band(found.spec)
-    low, high = map(three_digits, band.around(speed))
-    unlike = "; none of them offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
-    yield "", f"{low} to {high} {band.words}{unlike}"
-    if found.fits:
-        yield "largest micro-batch", _largest(found.spec)
-    yield from sentences(elsewhere(found.spec))
-    hours = found.hours(tokens) if tokens else None
+    speed = plan.tokens_per_s_per_gpu or 0.0
+    yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {plan.mfu or 0.0:.1%})"
+    yield "", _speed_band(spec, speed)
+    if plan.fits:
+        yield "largest micro-batch", _largest(spec)
+    yield from sentences(elsewhere(spec))
+    hours = plan.hours(tokens) if tokens else None
     if hours:
-        dollars = f", ${hours * found.spec.gpus * price:,.0f}" if price else ""
-        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours{dollars}"
-    yield "matrix products reach", reached_words(found)
+        gpu_hours = hours * spec.gpus
+        dollars = f", ${gpu_hours * price:,.0f}" if price else ""
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {gpu_hours:,.0f} GPU-hours{dollars}"
+    yield "matrix products reach", reached_words(plan)
     yield "provenance", PREDICTED
 
 
+def _speed_band(spec: PlanSpec, speed: float) -> str:
+    """Say between which speeds a run may be, and on which published runs that rests."""
+    band = speed_band(spec)
+    low, high = map(three_digits, band.around(speed))
+    words = f"{low} to {high} {band.words}"
+    if spec.offload and band.kind != ADAPTERS_OFFLOADED:
+        words += "; none of them offloads"
+    return words
+
+
 def _largest(spec: PlanSpec) -> str:
-    """How far the micro-batch can grow."""
+    """Say how far the micro-batch can grow."""
     most = largest_micro_batch(spec)
     assert most is not None, "a plan that fits has a micro-batch that does"
     count = most.micro_batch
-    more = f"--batch-size {count} is the largest that fits" if count > spec.micro_batch else "this one is the largest"
-    return f"{more}: {size(memory_of(most).peak.total)} at the peak"
+    largest = "this one is the largest"
+    if count > spec.micro_batch:
+        largest = f"--batch-size {count} is the largest that fits"
+    return f"{largest}: {size(memory_of(most).peak.total)} at the peak"
 
 
-def _advice(spec: PlanSpec) -> dict[str, str]:
-    """Where communication hides, and whether hybrid sharding pays, as far as there is something to say."""
-    sentences = {"a block's hides": hiding_sentence(spec), "hybrid sharding": hybrid_sentence(spec)}
-    return {name: sentence for name, sentence in sentences.items() if sentence}
+def _advice(spec: PlanSpec) -> Iterator[tuple[str, str]]:
+    """Yield where communication hides, and whether hybrid sharding pays, as far as there is something to say."""
+    hiding = hiding_sentence(spec)
+    if hiding:
+        yield "a block's hides", hiding
+    hybrid = hybrid_sentence(spec)
+    if hybrid:
+        yield "hybrid sharding", hybrid
 
 
-def _communication(found: Plan, time: StepTime) -> str:
-    """All of it as if alone, with the part that no bandwidth shortens where that is large, and what is exposed."""
-    if not found.traffic:
+def _communication(plan: Plan, time: StepTime) -> str:
+    """Say how long all of it takes as if alone, which part of that no bandwidth shortens, and what is exposed."""
+    if not plan.traffic:
         return "none: no rank sends anything"
-    latency = latency_s(found.spec, found.traffic)
-    rings = f" ({seconds(latency)} of it the latency of rings)" if latency > _MUCH * time.communication_s else ""
-    return f"{seconds(time.communication_s)}{rings}, exposed {max(0.0, time.exposed_s) / time.step_s:.1%} of a step"
+    alone = seconds(time.communication_s)
+    latency = latency_s(plan.spec, plan.traffic)
+    if latency > _MUCH * time.communication_s:
+        alone += f" ({seconds(latency)} of it the latency of rings)"
+    # what was hidden may exceed what was sent by a rounding error
+    exposed = max(0.0, time.exposed_s)
+    return f"{alone}, exposed {exposed / time.step_s:.1%} of a step"
 
 
 def _copies(spec: PlanSpec, time: StepTime) -> str:
-    """Bytes over the host's link and their seconds as if alone, and by how much a step is longer for them."""
-    link, assumed = host_link(spec), ", assumed" if spec.gpu.host_link is None else ""
-    longer = seconds(time.exposed_copies_s) if time.exposed_copies_s > _NOTHING_S else "nothing"
-    took = seconds(time.copies_s)
+    """Say how many bytes cross the host's link, how long that takes alone, and how much longer a step is for it."""
+    link = host_link(spec)
+    assumed = ", assumed" if spec.gpu.host_link is None else ""
+    longer = "nothing"
+    if time.exposed_copies_s > _NOTHING_S:
+        longer = seconds(time.exposed_copies_s)
     return (
         f"{size(host_crossing(spec))} over {link.name} ({size(link.bytes_per_s)}/s each way, of its"
-        f" specification{assumed}): {took} alone, {longer} of it exposed"
+        f" specification{assumed}): {seconds(time.copies_s)} alone, {longer} of it exposed"
     )
 
 
 # ---- sweeps
+
+_COLUMNS = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "tokens/s", "tokens/s a GPU", "MFU")
 
 
 def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
     name, tried = parse_sweep(values)
     plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
-    labelled = [(f"{name} {_readable(value)}", each) for value, each in zip(tried, plans)]
-    short = [(label, lacking(plan)) for label, plan in labelled]
-    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in short if words]
-    if missing:
-        missing.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
-    rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
-    parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
+    shown, too_large, rows = [], [], []
+    for value, plan in zip(tried, plans):
+        label = f"{name} {_readable(value)}"
+        shown.append(_row(label, plan))
+        rows.append({name: value} | plan.as_dict())
+        missing = lacking(plan)
+        if missing:
+            too_large.append(Line(missing, f"{label}: does not fit", "bad"))
+    if too_large:
+        too_large.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
+    parts: list[Part] = [Table(_COLUMNS, shown, words=("plan", "fits")), *too_large, provenance(plans)]
 
     def page() -> str:
         from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
@@ -291,18 +350,18 @@ def _readable(value: Value) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
-def _table(labelled: Sequence[tuple[str, Plan]]) -> Table:
-    columns = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "tokens/s", "tokens/s a GPU", "MFU")
-    return Table(columns, [_row(label, each) for label, each in labelled], words=("plan", "fits"))
-
-
-def _row(label: str, found: Plan) -> Sequence[str]:
-    time, speed, mfu = found.time, found.tokens_per_s_per_gpu, found.mfu
-    peak, card = found.memory.peak.total, found.spec.gpu.memory_bytes
-    return (
-        label, size(peak), f"{peak / card:.0%}", found.fitness,
-        size(sum(found.as_dict()["comm_bytes_per_step"].values())), seconds(time.step_s if time else None),
-        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING,
-        f"{speed * found.spec.gpus:,.0f}" if speed else MISSING, three_digits(speed) if speed else MISSING,
-        f"{mfu:.1%}" if mfu else MISSING,
-    )  # fmt: skip
+def _row(label: str, plan: Plan) -> Sequence[str]:
+    """Return the cells of `_COLUMNS`; times are missing where the GPU's FLOP/s are not known."""
+    peak = plan.memory.peak.total
+    step, exposed, speed, of_all, mfu = None, MISSING, MISSING, MISSING, MISSING
+    if plan.time:
+        step = plan.time.step_s
+        exposed = f"{plan.time.exposed_s / step:.0%}"
+    if plan.tokens_per_s_per_gpu:
+        speed = three_digits(plan.tokens_per_s_per_gpu)
+        of_all = f"{plan.tokens_per_s_per_gpu * plan.spec.gpus:,.0f}"
+    if plan.mfu:
+        mfu = f"{plan.mfu:.1%}"
+    sent = size(sum(plan.as_dict()["comm_bytes_per_step"].values()))
+    of_the_card = f"{peak / plan.spec.gpu.memory_bytes:.0%}"
+    return (label, size(peak), of_the_card, plan.fitness, sent, seconds(step), exposed, of_all, speed, mfu)

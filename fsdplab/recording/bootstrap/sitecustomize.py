@@ -19,9 +19,13 @@ if TYPE_CHECKING:  # every Python of the job runs this: what only annotations ne
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 _WAITED_FOR = (
-    "torch.optim.optimizer", "torch.utils.checkpoint", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor._api", "deepspeed.runtime.engine", "fsdplab.engine.events",
-)  # fmt: skip
+    "torch.optim.optimizer",
+    "torch.utils.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor._api",
+    "deepspeed.runtime.engine",
+    "fsdplab.engine.events",
+)
 
 
 class _Waiting:

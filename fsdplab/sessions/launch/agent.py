@@ -1,4 +1,4 @@
-"""The starter that executes ranks: torch.distributed.run, ended when the caller ends.
+"""Starts ranks by torch.distributed.run, which ends when the caller ends.
 
     caller  ->  python -m fsdplab.sessions.launch.agent CONNECTION CALLER_PID [arguments of torchrun]  ->  ranks
 

@@ -1,4 +1,4 @@
-"""The report of a failed run: which rank, which step, which collective, and why.
+"""Reports a failed run: which rank, which step, which collective, and why.
 
 When one rank fails the others fail after it: their connections close, or they wait for ever and are ended. The report
 is about the first. `gather` and `ask_for_stacks` collect the data from the mailbox and the ranks; the reports are pure
@@ -41,11 +41,12 @@ class Failure:
     error: str | None = None  # what a rank raised, without its number
 
     def __str__(self) -> str:
-        """The message, and the traceback or the stacks below it."""
-        return "\n\n".join(filter(None, (self.message, (self.traceback or "").rstrip())))
+        """Return the message, and the traceback or the stacks below it."""
+        parts = (self.message, (self.traceback or "").rstrip())
+        return "\n\n".join(part for part in parts if part)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-able."""
+        """Return all fields, JSON-able."""
         return asdict(self)
 
 
@@ -95,45 +96,46 @@ _ANSWER_WITHIN_S = 2.0
 
 
 def gather(mailbox: Mailbox, world_size: int, exits: Mapping[int, int]) -> PostMortem:
-    """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
+    """Collect exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
+    notes = {}
+    for rank, note in mailbox.reports("failure").items():
+        notes[rank] = Note(**{**note, "at": Heartbeat(**note["at"])})
     return PostMortem(
-        exits=exits,
-        notes={
-            rank: Note(**{**note, "at": Heartbeat(**note["at"])}) for rank, note in mailbox.reports("failure").items()
-        },
-        heartbeats=read_heartbeats(mailbox, world_size),
-        printed=_printed(mailbox, world_size),
+        exits=exits, notes=notes, heartbeats=read_heartbeats(mailbox, world_size), printed=_printed(mailbox, world_size)
     )
 
 
 def _printed(mailbox: Mailbox, world_size: int) -> str:
-    """The output of a rank without a note: its standard error, or torchrun's log if it never started."""
+    """Return the output of a rank without a note: its standard error, or torchrun's log if it never started."""
     errors = [mailbox.of(rank, "err") for rank in range(world_size)]
     texts = [path.read_text(errors="replace") for path in errors if path.exists()]
-    return "\n".join(filter(None, texts)) or mailbox.agent_log.read_text(errors="replace")
+    printed = "\n".join(text for text in texts if text)
+    return printed or mailbox.agent_log.read_text(errors="replace")
 
 
 def ask_for_stacks(mailbox: Mailbox, heartbeats: Mapping[int, Heartbeat]) -> dict[int, str]:
-    """The stack of every rank; ranks that do not answer within two seconds are left out."""
-    asked = {rank: mailbox.of(rank, "stack") for rank in heartbeats}
-    for path in asked.values():
+    """Return the stack of every rank; ranks that do not answer within two seconds are left out."""
+    paths = {rank: mailbox.of(rank, "stack") for rank in heartbeats}
+    for path in paths.values():
         os.truncate(path, 0)  # an answer to an earlier question
     for heartbeat in heartbeats.values():
         send(heartbeat.pid, signal.SIGUSR1)
-    deadline, seen = time.monotonic() + _ANSWER_WITHIN_S, [0]
-    # an answer is written in several pieces
-    while time.monotonic() < deadline and not (all(seen) and seen == _sizes(asked)):
-        seen = _sizes(asked)
+    # an answer is written in several pieces: it is whole when all files have text and none has grown
+    deadline = time.monotonic() + _ANSWER_WITHIN_S
+    sizes = [0]
+    while time.monotonic() < deadline and not (all(sizes) and sizes == _sizes(paths)):
+        sizes = _sizes(paths)
         time.sleep(_LOOK_EVERY_S)
-    return {rank: stack for rank, path in asked.items() if (stack := readable(path.read_text(errors="replace")))}
+    stacks = {rank: readable(path.read_text(errors="replace")) for rank, path in paths.items()}
+    return {rank: stack for rank, stack in stacks.items() if stack}
 
 
-def _sizes(asked: Mapping[int, os.PathLike[str]]) -> list[int]:
-    return [os.stat(path).st_size for path in asked.values()]
+def _sizes(paths: Mapping[int, os.PathLike[str]]) -> list[int]:
+    return [os.stat(path).st_size for path in paths.values()]
 
 
 def used_so_far(heartbeats: Mapping[int, Heartbeat]) -> dict[int, float]:
-    """Processor seconds of each rank until now, of those that have not ended."""
+    """Return the processor seconds of each rank until now, of those that have not ended."""
     used = {rank: processor_seconds(heartbeat.pid) for rank, heartbeat in heartbeats.items()}
     return {rank: seconds for rank, seconds in used.items() if seconds is not None}
 
@@ -151,64 +153,72 @@ _OWN_FAULT_SIGNALS = (KILL, signal.SIGSEGV, getattr(signal, "SIGBUS", None), sig
 
 
 def failed_first(post_mortem: PostMortem) -> Failure:
-    """The report of a run in which a rank raised or died."""
+    """Report a run in which a rank raised or died."""
     suspects = sorted(set(post_mortem.exits) | set(post_mortem.notes), key=lambda rank: _blame(rank, post_mortem))
     if not suspects:
         return _left_early(post_mortem) or Failure(
             "died", f"The ranks ended without a result and without an error.{_tail(post_mortem.printed)}"
         )
     rank = suspects[0]
-    if _blame(rank, post_mortem)[0] >= _FOLLOWS and (left := _left_early(post_mortem)) is not None:
-        return left
-    return _raised(rank, post_mortem) if rank in post_mortem.notes else _died(rank, post_mortem)
+    if _blame(rank, post_mortem)[0] >= _FOLLOWS:
+        # all that is known follows from another rank's end: the likeliest is one that went without a trace
+        quitter = _left_early(post_mortem)
+        if quitter is not None:
+            return quitter
+    if rank in post_mortem.notes:
+        return _raised(rank, post_mortem)
+    return _died(rank, post_mortem)
 
 
 _FOLLOWS = 4  # from here on, consequences of another failure
+# SIGTERM is how torchrun ends the others; SIGABRT is how C++ ends when a connection closes in its own thread
+_BLAME_OF_EXITS = {-signal.SIGABRT: 3, -signal.SIGTERM: _FOLLOWS + 1}
 
 
 def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
-    """Sort key, the likeliest cause first: a crash, an exception of its own, an exit, a consequence of a lost peer."""
-    note, code = post_mortem.notes.get(rank), post_mortem.exits.get(rank, 0)
+    """Return a sort key, the likeliest cause first: a crash, an exception of its own, an exit, a consequence of a lost
+    peer.
+    """
+    note = post_mortem.notes.get(rank)
     if note is not None:
-        return (_FOLLOWS if _PEER_IS_GONE.search(note.error) else 1, note.time, rank)
+        follows = _PEER_IS_GONE.search(note.error) is not None
+        return (_FOLLOWS if follows else 1, note.time, rank)
+    code = post_mortem.exits.get(rank, 0)
     if -code in _OWN_FAULT_SIGNALS:
         return (0, 0.0, rank)
-    # SIGTERM is how torchrun ends the others; SIGABRT is how C++ ends when a connection closes in its own thread
-    return ({-signal.SIGABRT: 3, -signal.SIGTERM: _FOLLOWS + 1}.get(code, 2), 0.0, rank)
+    return (_BLAME_OF_EXITS.get(code, 2), 0.0, rank)
 
 
 def blames_a_rank(post_mortem: PostMortem) -> bool:
-    """Whether a rank ended by its own fault; not one that was ended, or that lost a peer."""
+    """Return whether a rank ended by its own fault; not one that was ended, or that lost a peer."""
     suspects = set(post_mortem.exits) | set(post_mortem.notes)
     return any(_blame(rank, post_mortem)[0] < _FOLLOWS for rank in suspects)
 
 
 def _left_early(post_mortem: PostMortem) -> Failure | None:
-    """A rank that ended with exit code 0 and did not finish: torchrun does not notice."""
+    """Report a rank that ended with exit code 0 and did not finish, which torchrun does not notice; else None."""
     unexplained = set(post_mortem.heartbeats) - set(post_mortem.exits) - set(post_mortem.notes)
-    quitters = [
-        post_mortem.heartbeats[rank] for rank in sorted(unexplained) if post_mortem.heartbeats[rank].phase != "finished"
-    ]
-    if not quitters:
-        return None
-    heartbeat = quitters[0]
-    how = "with exit code 0 before its work was done (sys.exit or os._exit)"
-    message = f"Rank {heartbeat.rank} left{_where(heartbeat)} {how}.{_after(heartbeat)}"
-    return _at(heartbeat, "died", message, heartbeat.rank)
+    for rank in sorted(unexplained):
+        heartbeat = post_mortem.heartbeats[rank]
+        if heartbeat.phase != "finished":
+            how = "with exit code 0 before its work was done (sys.exit or os._exit)"
+            message = f"Rank {heartbeat.rank} left{_where(heartbeat)} {how}.{_after(heartbeat)}"
+            return _at(heartbeat, "died", message, heartbeat.rank)
+    return None
 
 
 def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     note = post_mortem.notes[rank]
     message = f"Rank {rank} {note.kind}{_where(note.at)}: {note.error.rstrip('.')}.{_after(note.at)}{_ENDED}"
-    done = [
-        other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished" and other != rank
-    ]
+    traceback: str | None = note.traceback
+    finished = [other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished"]
+    done = [other for other in finished if other != rank]
     if done and _PEER_IS_GONE.search(note.error):
         message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
-    full = _DISK_IS_FULL.search(note.error) is not None  # no line of a program is to blame
-    if full:
+    if _DISK_IS_FULL.search(note.error):
         message += " Give a place with free space, and no limit on the size of files (ulimit -f)."
-    return replace(_at(note.at, note.kind, message, rank, None if full else note.traceback), error=note.error)
+        traceback = None  # no line of a program is to blame
+    return replace(_at(note.at, note.kind, message, rank, traceback), error=note.error)
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:
@@ -217,7 +227,9 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
         return Failure(
             "died", f"Rank {rank} ended with {_exit(code)} before it could start.{_tail(post_mortem.printed)}", rank
         )
-    hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
+    hint = ""
+    if code == -signal.SIGKILL:
+        hint = " The system ends a process so when memory runs out."
     message = (
         f"Rank {rank} died{_where(heartbeat)}: it ended with"
         f" {_exit(code)}.{hint}{_after(heartbeat)}{_unlike(post_mortem)}{_ENDED}"
@@ -226,7 +238,7 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
 
 
 def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
-    """The report of a run whose launcher was killed; its ranks ended with it."""
+    """Report a run whose launcher was killed; its ranks ended with it."""
     heartbeat = min(post_mortem.heartbeats.values(), key=_progress, default=None)
     if heartbeat is None:
         return Failure("died", how)
@@ -234,7 +246,7 @@ def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
 
 
 def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
-    """The report of a run that reached its time limit before all ranks had started."""
+    """Report a run that reached its time limit before all ranks had started."""
     silent = sorted(set(range(world_size)) - set(post_mortem.heartbeats))
     return Failure(
         "timeout",
@@ -244,11 +256,18 @@ def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> 
 
 
 def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
-    """The report of a run without progress: the rank that is behind, or the only one outside a collective."""
-    rank, ranks = _behind(post_mortem), sorted(post_mortem.heartbeats)
-    heartbeat = post_mortem.heartbeats[ranks[0] if rank is None else rank]
-    subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
-    waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
+    """Report a run without progress: the rank that is behind, or the only one outside a collective."""
+    rank = _behind(post_mortem)
+    ranks = sorted(post_mortem.heartbeats)
+    waited = ""
+    if rank is None:
+        subject = "All ranks wait for each other"
+        heartbeat = post_mortem.heartbeats[ranks[0]]
+    else:
+        subject = f"Rank {rank} hung"
+        heartbeat = post_mortem.heartbeats[rank]
+        if len(ranks) > 1:
+            waited = ", and the other ranks waited for it"
     message = (
         f"{subject}{_where(heartbeat)}: no progress for {idle_s:.0f}"
         f" s{waited}.{_after(heartbeat)}{_unlike(post_mortem)}{_ENDED}"
@@ -257,34 +276,36 @@ def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
 
 
 def _at(heartbeat: Heartbeat, kind: str, message: str, rank: int | None, traceback: str | None = None) -> Failure:
-    """A report with the position of a heartbeat."""
+    """Return a report with the position of a heartbeat."""
     return Failure(kind, message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, traceback)
 
 
 def _stood(post_mortem: PostMortem, ranks: Sequence[int]) -> str:
-    return "\n\n".join(
-        f"rank {each} stood in (innermost call first):\n{post_mortem.stacks.get(each) or NO_ANSWER}" for each in ranks
-    )
+    blocks = []
+    for rank in ranks:
+        stack = post_mortem.stacks.get(rank) or NO_ANSWER
+        blocks.append(f"rank {rank} stood in (innermost call first):\n{stack}")
+    return "\n\n".join(blocks)
 
 
 NO_ANSWER = "  (it did not answer: the process is stopped, or stuck in the kernel)"
 
 
 def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
-    """The report of a run that was still working at its time limit; of a rank that computed it shows where."""
-    heartbeat = min(post_mortem.heartbeats.values(), key=_progress)
+    """Report a run that was still working at its time limit; of a rank that computed it shows where."""
     rank = computing(post_mortem)
-    heartbeat = heartbeat if rank is None else post_mortem.heartbeats[rank]
-    working = (
-        "its ranks still made progress"
-        if rank is None
-        else f"rank {rank} computed, at {_busy(post_mortem, rank):.0%} of a core"
-    )
+    if rank is None:
+        heartbeat = min(post_mortem.heartbeats.values(), key=_progress)
+        working = "its ranks still made progress"
+        stood = None
+    else:
+        heartbeat = post_mortem.heartbeats[rank]
+        working = f"rank {rank} computed, at {_busy(post_mortem, rank):.0%} of a core"
+        stood = _stood(post_mortem, [rank])
     message = (
         f"The time limit of {time_limit:g} s ended the run{_where(heartbeat)} while {working};"
         " give a longer time limit or fewer steps."
     )
-    stood = None if rank is None else _stood(post_mortem, [rank])
     return _at(heartbeat, "timeout", message, heartbeat.rank, stood)
 
 
@@ -293,14 +314,16 @@ _COMPUTING = 0.1
 
 
 def computing(post_mortem: PostMortem) -> int | None:
-    """The rank that the others wait for, if it computes: it is not hung, however old its heartbeat is; else None.
+    """Return the rank that the others wait for, if it computes: it is not hung, however old its heartbeat is.
 
     A host that waits for a GPU is busy too, so where the stack says that, being busy says nothing.
     """
     rank = _behind(post_mortem)
     if rank is None or waits_for_device(post_mortem.stacks.get(rank, "")):
         return None
-    return rank if _busy(post_mortem, rank) >= _COMPUTING else None
+    if _busy(post_mortem, rank) < _COMPUTING:
+        return None
+    return rank
 
 
 def _busy(post_mortem: PostMortem, rank: int) -> float:
@@ -308,6 +331,7 @@ def _busy(post_mortem: PostMortem, rank: int) -> float:
 
 
 def _behind(post_mortem: PostMortem) -> int | None:
+    """Return the rank with the least progress; of several the one that does not wait for others, None without one."""
     least = min(map(_progress, post_mortem.heartbeats.values()))
     behind = [rank for rank, heartbeat in post_mortem.heartbeats.items() if _progress(heartbeat) == least]
     if len(behind) > 1:
@@ -322,12 +346,18 @@ def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
 def _where(heartbeat: Heartbeat) -> str:
     if heartbeat.step is not None:
         return f" in step {heartbeat.step} ({heartbeat.phase})"
-    return f" while {heartbeat.phase}" if heartbeat.phase == BUILDING else ""
+    if heartbeat.phase == BUILDING:
+        return f" while {heartbeat.phase}"
+    return ""
 
 
 def _after(heartbeat: Heartbeat) -> str:
-    entered = f" The last collective it entered: {heartbeat.collective}." if heartbeat.collective else ""
-    return entered + (f" The last it completed: {heartbeat.completed}." if heartbeat.completed else "")
+    text = ""
+    if heartbeat.collective:
+        text += f" The last collective it entered: {heartbeat.collective}."
+    if heartbeat.completed:
+        text += f" The last it completed: {heartbeat.completed}."
+    return text
 
 
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv")
@@ -335,18 +365,24 @@ UNLIKE = "ranks of one group make equal calls in one order"  # ends the report w
 
 
 def _unlike(post_mortem: PostMortem) -> str:
-    """What two ranks entered as the same collective by number, where it is not the same; a message between two ranks
-    is another on each.
+    """Say what two ranks entered as the same collective by number, where it is not the same.
+
+    A message between two ranks is another on each, and tells nothing.
     """
     beats = [beat for _, beat in sorted(post_mortem.heartbeats.items()) if beat.collective is not None]
     for beat in beats[1:]:
-        pair = (beats[0], beat)
-        names = {str(each.collective) for each in pair}
-        between_two = any(name.partition(" ")[0] in _BETWEEN_TWO for name in names)
-        if beat.collectives == beats[0].collectives and len(names) == 2 and not between_two:
-            told = ", ".join(f"rank {each.rank} entered {each.collective}" for each in pair)
-            return f" As collective number {beat.collectives}, {told}: {UNLIKE}."
+        first = beats[0]
+        if beat.collectives != first.collectives or beat.collective == first.collective:
+            continue
+        if not _is_message(first) and not _is_message(beat):
+            pair = f"rank {first.rank} entered {first.collective}, rank {beat.rank} entered {beat.collective}"
+            return f" As collective number {beat.collectives}, {pair}: {UNLIKE}."
     return ""
+
+
+def _is_message(heartbeat: Heartbeat) -> bool:
+    """Return whether the last call was between two ranks: `send of ...`."""
+    return str(heartbeat.collective).partition(" ")[0] in _BETWEEN_TWO
 
 
 def _exit(code: int) -> str:
@@ -356,10 +392,13 @@ def _exit(code: int) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`"Ranks 0, 1 and 3"`, as a sentence begins."""
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    """Name the ranks as a sentence begins: `"Ranks 0, 1 and 3"`."""
+    *others, last = ranks
+    if not others:
+        return f"Rank {last}"
+    return f"Ranks {', '.join(map(str, others))} and {last}"
 
 
 def _tail(printed: str, lines: int = 12) -> str:
-    kept = printed.strip().splitlines()[-lines:]
-    return "\n" + "\n".join(kept) if kept else ""
+    last_lines = printed.strip().splitlines()[-lines:]
+    return "".join(f"\n{line}" for line in last_lines)

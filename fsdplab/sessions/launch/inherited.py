@@ -1,4 +1,4 @@
-"""What a process inherits from the one that starts it: a forked rank, a child of the starter, gets it from its caller.
+"""Gives a forked rank, a child of the starter, what a process inherits: the caller's environment, folder and limits.
 
 Three kinds, and this file decides which is which:
 
@@ -29,9 +29,28 @@ from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 
 # Variables that a process reads once, at its start or when it loads a library.
 _READ_AT_START = (
-    "LD_", "PYTHON", "LC_", "LANG", "LOCPATH", "TORCH", "PYTORCH_", "TRITON_", "KINETO_", "MALLOC_", "GLIBC_", "OMP_",
-    "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMPY_", "ATEN_", "DNNL_", "ONEDNN_",
-)  # fmt: skip
+    "LD_",
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "LOCPATH",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "KINETO_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "NPY_",
+    "NUMPY_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+)
 _RIGHTS = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:")
 _OF_THE_LAB = tuple(
     getattr(signal, name)
@@ -41,8 +60,8 @@ _OF_THE_LAB = tuple(
 
 
 def rank_environment() -> dict[str, str]:
-    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
-    gloo uses loopback, whatever interface was chosen for several machines.
+    """Return the caller's environment, so that a checkout works without being installed, each rank computes on one
+    thread, and gloo uses loopback, whatever interface was chosen for several machines.
     """
     inherited = with_this_checkout(
         {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
@@ -58,7 +77,7 @@ def rank_environment() -> dict[str, str]:
 
 
 def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a forked process cannot take over from this one; where it has changed, another starter is needed."""
+    """Return what a forked process cannot take over from this one; where it has changed, another starter is needed."""
     read = sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     here = os.stat(".") if any(path and not os.path.isabs(path) for path in paths) else None
@@ -74,7 +93,7 @@ def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
 
 
 def inherited() -> dict[str, Any]:
-    """What a child of this thread would inherit now, JSON-able, without its environment and its folder."""
+    """Return what a child of this thread would inherit now, JSON-able, without its environment and its folder."""
     import resource  # Windows has none
 
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -142,7 +161,7 @@ _OOM = "/proc/self/oom_score_adj"
 
 
 def _read(path: str) -> str:
-    """A file of the kernel; "" where this one has none."""
+    """Return a file of the kernel; "" where this one has none."""
     with suppress(OSError):
         return Path(path).read_text()
     return ""

@@ -63,12 +63,12 @@ class RankActivity:
         return time.monotonic() - self.last
 
     def stalled(self, world_size: int) -> bool:
-        """Whether all ranks have finished a step and none has moved for much longer than before."""
+        """Return whether all ranks have finished a step and none has moved for much longer than before."""
         trained = len(self.heartbeats) == world_size and all(heartbeat.step for heartbeat in self.heartbeats.values())
         return trained and self.idle > max(_STALL_LEAST_S, _STALL_FACTOR * self.longest_pause)
 
     def finished(self, world_size: int) -> bool:
-        """Whether all ranks have done their work and ended; torchrun would take another half second to notice."""
+        """Return whether all ranks have done their work and ended; torchrun takes half a second more to notice."""
         done = [heartbeat for heartbeat in self.heartbeats.values() if heartbeat.phase == "finished"]
         return len(done) == world_size and all(gone(heartbeat.pid) for heartbeat in done)
 
@@ -101,7 +101,9 @@ def run_ranks(
 
 
 def once_more(attempt: Callable[[], _Result]) -> _Result:
-    """What `attempt()` returns; where its warm starter was lost it is called once more, which begins a new starter."""
+    """Return what `attempt()` returns; where its warm starter was lost it is called once more, which begins a new
+    starter.
+    """
     try:
         return attempt()
     except StarterLost as lost:
@@ -128,9 +130,16 @@ class RunningRanks:
 
     @classmethod
     def start(
-        cls, program: Sequence[str], mailbox: Mailbox, world_size: int, time_limit: float, start: str = "auto",
-        on_look: Callable[[], None] = lambda: None, *, in_turns: bool = False,
-    ) -> RunningRanks:  # fmt: skip
+        cls,
+        program: Sequence[str],
+        mailbox: Mailbox,
+        world_size: int,
+        time_limit: float,
+        start: str = "auto",
+        on_look: Callable[[], None] = lambda: None,
+        *,
+        in_turns: bool = False,
+    ) -> RunningRanks:
         """Start ranks and return at once; the caller watches them, and ends them."""
         mailbox.folder.mkdir(parents=True, exist_ok=True)
         turns = Turns(mailbox, world_size) if in_turns else None
@@ -159,7 +168,7 @@ class RunningRanks:
         return turns is not None and turns.all_wait
 
     def how_it_ended(self) -> Failure:
-        """The report of ranks that have ended without finishing their work."""
+        """Return the report of ranks that have ended without finishing their work."""
         post_mortem = report.gather(self.mailbox, self.world_size, self.agent.failed())
         if self.agent.lost and not report.blames_a_rank(post_mortem):
             return report.lost_agent(self.agent.lost, post_mortem)
@@ -177,7 +186,7 @@ class RunningRanks:
         return self._ended()
 
     def _runs_on(self, turns: Turns | None) -> bool:
-        """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait."""
+        """Return whether the agent still runs, after a twentieth of a second or as soon as all ranks wait."""
         if turns is None:
             return self.agent.running(_LOOK_EVERY_S)
         turns.look(_LOOK_EVERY_S)
@@ -188,12 +197,14 @@ class RunningRanks:
         self.on_look()
 
     def _ended(self) -> Failure | None:
-        """The outcome once the agent has ended: after all ranks, or after one failed and it has ended the others."""
+        """Return the outcome once the agent has ended: after all ranks, or after one failed and it has ended the
+        others.
+        """
         self._look()
         return None if self.activity.finished(self.world_size) else self.how_it_ended()
 
     def _late(self) -> Failure | None:
-        """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
+        """Return the outcome of a run whose time is up: it may end just now, and may be slow or hung."""
         if len(self.activity.heartbeats) < self.world_size:
             return report.not_started(
                 report.gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size
@@ -207,7 +218,9 @@ class RunningRanks:
         return report.hung(post_mortem, self.activity.idle)
 
     def _stalled(self) -> Failure | None:
-        """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
+        """Return the report of a hang before the time limit; None where a rank has moved or ended after all, or
+        computes.
+        """
         since = self.activity.last
         busy = self._watch_longer()
         if self.activity.last != since or not self.agent.running():
@@ -230,7 +243,7 @@ class RunningRanks:
         return {rank: (used[rank] - before[rank]) / could_use for rank in before if rank in used}
 
     def _position(self, busy: dict[int, float]) -> PostMortem:
-        """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
+        """Return where the ranks stand, by their heartbeats and stacks, and how busy they were."""
         beats = self.activity.heartbeats
         return PostMortem(heartbeats=beats, stacks=report.ask_for_stacks(self.mailbox, beats), busy=busy)
 
@@ -272,7 +285,7 @@ def _end_each(agents: Sequence[Ranks], end: Callable[[Ranks], None]) -> None:
 
 
 def _all_gone(pids: Sequence[int]) -> bool:
-    """Whether all have ended, now or within some seconds."""
+    """Return whether all have ended, now or within some seconds."""
     deadline = time.monotonic() + _PATIENCE_S
     while not all(map(gone, pids)):
         if time.monotonic() > deadline:
@@ -306,9 +319,12 @@ def _start_ranks(
 def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> ExecutedRanks:
     """Start the ranks with torch.distributed.run; `not_forked` says why they are not forked, for their record."""
     arguments = [
-        "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
+        "--nnodes=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={uuid.uuid4()}",
         *as_ranks_of_torchrun(program, world_size, "127.0.0.1"),
-    ]  # fmt: skip
+    ]
     environment = {**rank_environment(), NOT_FORKED: not_forked}
     return execute("fsdplab.sessions.launch.agent", arguments, mailbox, environment)
 

@@ -1,4 +1,4 @@
-"""A module in a process of its own, within a limit: its output is in a log, and nothing that it has started is left."""
+"""Runs a module in a separate process within a time limit: its output is in a log, and its processes end with it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ def run_within(words: Sequence[str], limit_s: float, log: Path, folder: Path | N
     try:
         with log.open("wb") as output:
             code = subprocess.run(
-                run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
-                cwd=folder or log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, timeout=limit_s,
-            ).returncode  # fmt: skip
+                run_of(*tied, *words),
+                env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                cwd=folder or log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                timeout=limit_s,
+            ).returncode
     except subprocess.TimeoutExpired:
         return TOO_LONG, f"ended at its limit of {limit_s:.0f} s"
     finally:
@@ -47,14 +52,14 @@ def why_it_ended(code: int, printed: str) -> str:
 
 
 def without_paths(text: str) -> str:
-    """The text without the folders of this machine: a result is made to be handed on."""
+    """Return the text without the folders of this machine: a result is made to be handed on."""
     for place, word in ((str(Path(__file__).resolve().parents[3]), "(checkout)"), (sys.prefix, "(python)")):
         text = text.replace(place, word)
     return text
 
 
 def answer_in(file: Path) -> Any:
-    """The last JSON in a file whose first line begins with `{` or `[{`: that of a log, or all of a file of JSON.
+    """Return the last JSON in a file whose first line begins with `{` or `[{`: that of a log, or all of a file of JSON.
 
     ValueError where there is none.
     """

@@ -1,4 +1,4 @@
-"""The folder through which ranks report to their caller: plain files, so that what a dead rank reported is still there.
+"""Reads and writes the folder through which ranks report to their caller: plain files, which outlive a dead rank.
 
 rank0.heartbeat    a checksum and one line of JSON, rewritten in place: where the rank is now
 rank0.steps        one line of JSON a finished step
@@ -42,11 +42,11 @@ class Mailbox:
     folder: Path
 
     def of(self, rank: int, kind: str) -> Path:
-        """The file of one rank."""
+        """Return the file of one rank."""
         return self.folder / f"rank{rank}.{kind}"
 
     def reports(self, kind: str) -> dict[int, dict[str, Any]]:
-        """What ranks wrote of one kind, by rank: the first line of each file."""
+        """Return what ranks wrote of one kind, by rank: the first line of each file."""
         files = {int(path.name.split(".")[0][4:]): read_lines(path) for path in self.folder.glob(f"rank*.{kind}")}
         return {rank: lines[0] for rank, lines in sorted(files.items()) if lines}
 
@@ -90,20 +90,20 @@ class HeartbeatWriter:
         return self._now["step"]
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """The rank enters a phase (`"forward"`), possibly of a new step."""
+        """Note that the rank enters a phase (`"forward"`), possibly of a new step."""
         self._now["phase"] = phase
         self._now["phases"] += 1
         self._now["step"] = self._now["step"] if step is None else step
         self.write()
 
     def issue(self, collective: str) -> None:
-        """The rank is about to take part in a collective (`"all_reduce of 4096 bytes"`)."""
+        """Note that the rank is about to take part in a collective (`"all_reduce of 4096 bytes"`)."""
         self._now["collectives"] += 1
         self._now["collective"] = collective[:_LONGEST_NAME]
         self.write()
 
     def complete(self, collective: str) -> None:
-        """A collective is done (`"all_gather of GPTBlock.3 in forward"`)."""
+        """Note that a collective is done (`"all_gather of GPTBlock.3 in forward"`)."""
         self._now["completed"] = collective[:_LONGEST_NAME]
         self.write()
 
@@ -117,18 +117,20 @@ class HeartbeatWriter:
             raise
 
     def last(self) -> Heartbeat:
-        """The heartbeat as it was last written."""
+        """Return the heartbeat as it was last written."""
         return Heartbeat(**self._now)
 
 
 def read_heartbeats(mailbox: Mailbox, world_size: int) -> dict[int, Heartbeat]:
-    """The heartbeats of the ranks that have one."""
+    """Return the heartbeats of the ranks that have one."""
     heartbeats = {rank: read_heartbeat(mailbox.of(rank, "heartbeat")) for rank in range(world_size)}
     return {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """One rank's heartbeat; None before the rank has started, or where it was rewritten at each of several looks."""
+    """Return one rank's heartbeat; None before the rank has started, or where it was rewritten at each of several
+    looks.
+    """
     for _ in range(_LOOKS):
         try:
             first = path.read_bytes().partition(b"\n")[0]
@@ -141,8 +143,8 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of JSON lines; none when there is no file. A line that is still being written is
-    left for later.
+    """Return the complete lines of a file of JSON lines; none when there is no file. A line that is still being written
+    is left for later.
     """
     if not path.exists():
         return []
@@ -160,7 +162,7 @@ class Tail:
         self._path, self._at, self._begun = path, 0, b""
 
     def lines(self) -> list[str]:
-        """The new lines, without their ends; none where there is no file yet."""
+        """Return the new lines, without their ends; none where there is no file yet."""
         try:
             size = os.stat(self._path).st_size
         except FileNotFoundError:
@@ -175,14 +177,14 @@ class Tail:
         return [_shown(line) for line in whole]
 
     def last(self) -> list[str]:
-        """The new lines and the unfinished one."""
+        """Return the new lines and the unfinished one."""
         lines, begun = self.lines(), self._begun
         self._begun = b""
         return [*lines, _shown(begun)] if begun else lines
 
 
 def _shown(line: bytes) -> str:
-    """The line as a terminal shows it: after the last carriage return."""
+    """Return the line as a terminal shows it: after the last carriage return."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
@@ -209,8 +211,8 @@ class LiveOutput:
 
 
 def readable(files: Iterable[int | socket], within_s: float) -> list[int]:
-    """The descriptors among `files` that can be read or have ended, as soon as there is one; none after `within_s`
-    seconds. (`select` fails from the 1,024th open file on.)
+    """Return the descriptors among `files` that can be read or have ended, as soon as there is one; none after
+    `within_s` seconds. (`select` fails from the 1,024th open file on.)
     """
     waiting = select.poll()
     for file in files:

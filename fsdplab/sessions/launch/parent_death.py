@@ -1,4 +1,4 @@
-"""No process outlives its parent, even after `kill -9` of the notebook's kernel.
+"""Ends a process with its parent, even after `kill -9` of the notebook's kernel.
 
 The kernel of Linux can send a signal to a child at the moment the thread that has started it ends. Where it cannot
 (macOS), or where the parent goes on without that thread, a thread looks at the parent's id, which changes when the
@@ -42,7 +42,7 @@ def end_with_parent(parent: int, with_signal: signal.Signals = KILL) -> None:
 
 
 def end_with_caller(caller: int, with_signal: signal.Signals) -> None:
-    """The same for a parent of several threads, which may live on without the one that started this process."""
+    """End with a parent of several threads, which may live on without the one that started this process."""
     _end_if_orphaned(caller, with_signal)
     threading.Thread(
         target=_look_for_parent, args=(caller, with_signal), daemon=True, name="fsdplab-parent-watch"
@@ -59,7 +59,9 @@ def adopt_orphans() -> None:
 
 
 def children() -> set[int]:
-    """The children of this process that were started or adopted by its main thread; none where /proc does not say."""
+    """Return the children of this process that were started or adopted by its main thread; none where /proc does not
+    say.
+    """
     try:
         return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a rank's process does, forked or new: run a program as `python *program` would, and end.
+"""Runs a program in a rank's process, forked or new, as `python *program` would, and ends the process.
 
     python -m fsdplab.sessions.launch.program -m fsdplab.sessions.worker.training FOLDER      started by torchrun
 
@@ -22,12 +22,19 @@ from fsdplab.common.pythons import imports_that_stay, run_of
 
 
 def as_ranks_of_torchrun(program: Sequence[str], per_node: object, address: str) -> list[str]:
-    """The last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
+    """Return the last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
     python, *words = run_of("fsdplab.sessions.launch.program", *program)
     return [
-        f"--nproc-per-node={per_node}", "--max-restarts=0", "--monitor-interval=0.1", f"--log-dir={os.devnull}",
-        f"--local-addr={address}", "--no-python", python, "-u", *words,
-    ]  # fmt: skip
+        f"--nproc-per-node={per_node}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={os.devnull}",
+        f"--local-addr={address}",
+        "--no-python",
+        python,
+        "-u",
+        *words,
+    ]
 
 
 def run_and_end(program: Sequence[str]) -> NoReturn:
@@ -89,7 +96,7 @@ def _behind_the_library() -> list[str]:
 
 
 def _working_folder() -> list[str]:
-    """The working folder; none where it was deleted."""
+    """Return the working folder; none where it was deleted."""
     with suppress(FileNotFoundError):
         return [os.getcwd()]
     return []

@@ -1,4 +1,4 @@
-"""The ranks of one run as their caller holds them. Whoever starts ranks speaks one protocol.
+"""Holds the ranks of one run for their caller. All starters of ranks use one protocol.
 
 A starter forks ranks (starter.py: one process a caller, for run after run) or executes them (agent.py with torchrun:
 one process a run). Each run has a pair of sockets of its own, on which a message is a line
@@ -50,13 +50,13 @@ class Ranks:
         self.lost: str | None = None
 
     def started(self) -> list[int]:
-        """The process ids of the ranks, also of those without a heartbeat, and of what they have started, as far as it
-        can be known.
+        """Return the process ids of the ranks, also of those without a heartbeat, and of what they have started, as far
+        as it can be known.
         """
         return self.pids
 
     def running(self, within_s: float = 0.0) -> bool:
-        """Whether a rank still runs after `within_s` seconds; returns as soon as all have ended."""
+        """Return whether a rank still runs after `within_s` seconds; returns as soon as all have ended."""
         deadline = time.monotonic() + within_s
         while not self._ended and readable([self._connection], deadline - time.monotonic()):
             try:
@@ -83,11 +83,11 @@ class Ranks:
         self._finish(None)
 
     def failed(self) -> dict[int, int]:
-        """The exit codes of the ranks that ended badly."""
+        """Return the exit codes of the ranks that ended badly."""
         return {rank: code for rank, code in (self.exits or {}).items() if code}
 
     def _how_lost(self) -> str | None:
-        """How the starter ended, a sentence, once the stream has; None where it has done its work."""
+        """Return how the starter ended, a sentence, once the stream has; None where it has done its work."""
         raise NotImplementedError
 
     def _hear(self, message: Mapping[str, Any]) -> None:
@@ -137,10 +137,14 @@ def execute(module: str, words: Sequence[object], mailbox: Mailbox, environment:
     arguments = map(str, (theirs.fileno(), os.getpid(), *words))
     with theirs, mailbox.agent_log.open("wb") as log:
         process = subprocess.Popen(
-            run_of(module, *arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            run_of(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C in a terminal reaches only the caller, which ends the ranks
-        )  # fmt: skip
+        )
     return ExecutedRanks(own, process)
 
 

@@ -1,4 +1,4 @@
-"""Readable stacks: of an exception, and of a running rank.
+"""Makes readable stacks: of an exception, and of a running rank.
 
 The lab's own frames are removed from both. The second comes from faulthandler, which runs inside a signal handler and
 writes file names and line numbers only; it is cut to the main thread, and the source lines are added:
@@ -37,14 +37,15 @@ _SCAFFOLDING = (
 
 
 def of_exception(error: BaseException) -> str:
-    """The traceback of an exception and of its causes, as Python prints it, without the lab's scaffolding; an error of
-    the lab itself keeps its frames.
+    """Return the traceback of an exception and of its causes, as Python prints it, without the lab's scaffolding; an
+    error of the lab itself keeps its frames.
     """
     return _formatted(error, lambda frames: [each for each in frames if not each.filename.endswith(_SCAFFOLDING)])
 
 
 def of_own_code(error: BaseException) -> str:
-    """The traceback of an exception, from the first line of a user's code on and without the lab's frames below it.
+    """Return the traceback of an exception, from the first line of a user's code on and without the lab's frames below
+    it.
 
     An error that says all in its message has none; one that the user's code has no part in has that of `of_exception`.
     """
@@ -56,7 +57,7 @@ def of_own_code(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException, chosen: Callable[[Frames], Frames]) -> str:
-    """The exception and its causes with the chosen frames of each, or with all where none is chosen."""
+    """Return the exception and its causes with the chosen frames of each, or with all where none is chosen."""
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted
     while link is not None:
@@ -71,7 +72,7 @@ def _from_own_code_on(frames: Frames) -> Frames:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is neither the lab's, nor Python's, nor an installed package's."""
+    """Return whether a file is neither the lab's, nor Python's, nor an installed package's."""
     return not filename.startswith((PACKAGE, *_INSTALLED, "<frozen"))
 
 
@@ -82,7 +83,7 @@ def headline(error: BaseException) -> str:
 
 
 def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
-    """The innermost frames of the main thread, each with its source line; empty for an empty dump."""
+    """Return the innermost frames of the main thread, each with its source line; empty for an empty dump."""
     found = [
         match for match in map(_FRAME.match, _main_thread(dump)) if match and not match["file"].endswith(_SCAFFOLDING)
     ]
@@ -92,7 +93,7 @@ def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
 
 
 def _main_thread(dump: str) -> list[str]:
-    """The lines of the last thread: faulthandler lists the youngest first."""
+    """Return the lines of the last thread: faulthandler lists the youngest first."""
     lines = dump.splitlines()
     starts = [number for number, line in enumerate(lines) if "(most recent call first)" in line]
     return lines[starts[-1] :] if starts else []
@@ -106,13 +107,13 @@ def _with_source(frame: re.Match[str]) -> str:
 
 
 def waits_for_device(stack: str) -> bool:
-    """Whether the innermost call of a readable stack is one in which a host waits for its GPU."""
+    """Return whether the innermost call of a readable stack is one in which a host waits for its GPU."""
     return _innermost_has(stack, ".item(", ".tolist(", ".cpu(", "synchronize(")
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a
-    line with `.wait(`.
+    """Return whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine,
+    or a line with `.wait(`.
     """
     return _innermost_has(stack, "torch/distributed/", "fsdplab/engine/", ".wait(")
 

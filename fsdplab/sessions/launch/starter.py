@@ -1,4 +1,4 @@
-"""The warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
+"""Runs the warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
 
     caller  ->  starter (one a caller)  ->  ranks (forked: 0.1 s for a formed group instead of 4 to 6 s for a cold
     start)
@@ -42,14 +42,25 @@ from fsdplab.sessions.launch.stacks import headline
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
-    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
-    "fsdplab.engine.features.offloaded_optimizer", "fsdplab.engine.transport.shared_memory.process_group",
-    "fsdplab.sessions.worker.training", "fsdplab.sessions.remote_call",
+    "numpy.ma",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "fsdplab.engine.shard",
+    "fsdplab.engine.features.clipping",
+    "fsdplab.engine.features.offloaded_optimizer",
+    "fsdplab.engine.transport.shared_memory.process_group",
+    "fsdplab.sessions.worker.training",
+    "fsdplab.sessions.remote_call",
     "fsdplab.sessions.worker.trial",
     "fsdplab.sessions.staying.cell_loop",
-    "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
-)  # fmt: skip
+    "fsdplab.sessions.bench_engines",
+    "fsdplab.workloads.moe",
+    "fsdplab.workloads.parallel",
+)
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 
@@ -99,7 +110,7 @@ def main(descriptor: str, caller: str) -> None:
 
 
 def _why_not() -> str | None:
-    """Why this process cannot serve runs, as far as it shows before the first; None if it can."""
+    """Return why this process cannot serve runs, as far as it shows before the first; None if it can."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return (
@@ -190,7 +201,7 @@ class _Starter:
             os._exit(1)
 
     def _read_run_socket(self, run: _Run) -> None:
-        """The caller asks for the end, or has closed its side: either way the run ends."""
+        """End the run: the caller asks for that, or has closed its side."""
         try:
             asked = run.socket.recv(64)
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""How ranks that wait are told what to do next: a step of their run, where runs take turns, or a cell of a notebook.
+"""Tells ranks that wait what to do next: a step of their run, where runs take turns, or a cell of a notebook.
 
 Runs whose ranks are alive side by side train one step at a time, so that a slow machine slows all alike.
 
@@ -28,7 +28,9 @@ _WAITS = b"w"
 
 
 def fifos_in(folder: Path) -> bool:
-    """Whether the file system of a folder has FIFOs; some that copy to a cloud have none. Makes a missing folder."""
+    """Return whether the file system of a folder has FIFOs; some that copy to a cloud have none. Makes a missing
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     trial = folder / f".fifo-{os.getpid()}"
     with suppress(OSError):

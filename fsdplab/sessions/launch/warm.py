@@ -1,4 +1,4 @@
-"""The caller's side of the warm starter: one process a caller, started early, and replaced when it is out of date.
+"""Starts and asks the warm starter: one process a caller, started early, and replaced when it is out of date.
 
     begin()                      in the background: importing torch takes it two seconds
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
@@ -101,15 +101,18 @@ class _Starter:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *words],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
                 # numpy would start threads, which no fork may have
                 env={**rank_environment(), "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
-            )  # fmt: skip
+            )
             self._trial = self.fork(_TRIAL, self._mailbox, 1, "/")  # the caller's folder may be one that none may enter
 
     def fits(self) -> bool:
-        """Whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
+        """Return whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
         lives = not self.gone or self.owner == os.getpid() and bool(self._refused)
         return lives and self.key == _key()
 
@@ -126,7 +129,7 @@ class _Starter:
             raise StarterFailed(self._refused)
 
     def _tries(self) -> bool:
-        """Whether the trial goes on, after a moment."""
+        """Return whether the trial goes on, after a moment."""
         with self._hearing:
             if self._refused is None:
                 if self._trial.running(_LOOK_EVERY_S):
@@ -135,7 +138,9 @@ class _Starter:
         return False
 
     def _outcome(self) -> str:
-        """Why no ranks can be forked, by the trial, which has ended; "" if they can. StarterFailed if it was lost."""
+        """Return why no ranks can be forked, by the trial, which has ended; "" if they can. StarterFailed if it was
+        lost.
+        """
         trial = self._trial
         if trial.cannot is None and trial.exits is None:
             raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
@@ -156,9 +161,12 @@ class _Starter:
         # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
         store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
         request = {
-            "program": list(program), "world_size": world_size, "log": str(mailbox.agent_log),
-            "environment": {**rank_environment(), RANKS_STORE: str(store)}, "inherited": inherited(),
-        }  # fmt: skip
+            "program": list(program),
+            "world_size": world_size,
+            "log": str(mailbox.agent_log),
+            "environment": {**rank_environment(), RANKS_STORE: str(store)},
+            "inherited": inherited(),
+        }
         own, theirs = socket.socketpair()
         folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
@@ -231,7 +239,7 @@ _starters: list[_Starter] = []  # the last one gets requests; earlier ones only 
 
 
 def why_not() -> str | None:
-    """Why this system cannot fork ranks, in one line; None where it can."""
+    """Return why this system cannot fork ranks, in one line; None where it can."""
     if sys.platform != "linux":
         return f"ranks are forked on Linux only, and this is {sys.platform}"
     if not hasattr(os, "pidfd_open"):
@@ -240,7 +248,7 @@ def why_not() -> str | None:
 
 
 def tried() -> str | None:
-    """Why no rank can be forked here, in one line, as a starter finds; None where one can."""
+    """Return why no rank can be forked here, in one line, as a starter finds; None where one can."""
     if (refused := why_not()) is not None:
         return refused
     try:
@@ -268,7 +276,7 @@ def start(program: Sequence[str], mailbox: Mailbox, world_size: int, on_look: Ca
 
 
 def starter_pid() -> int | None:
-    """The process id of this caller's starter; None where there is none."""
+    """Return the process id of this caller's starter; None where there is none."""
     return _starters[-1].process.pid if _starters and not _starters[-1].gone else None
 
 
@@ -298,7 +306,9 @@ def _fitting() -> _Starter:
 
 
 def _key() -> tuple[object, ...]:
-    """The conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can change."""
+    """Return the conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can
+    change.
+    """
     return sys.executable, _sources(str(_PACKAGE)), fixed(rank_environment())
 
 

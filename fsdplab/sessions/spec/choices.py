@@ -1,4 +1,4 @@
-"""What the fields of a spec can be chosen from: engines with their strategies, precisions, devices and so on."""
+"""Lists the known values of a spec's fields: engines with their strategies, precisions, devices and so on."""
 
 from __future__ import annotations
 

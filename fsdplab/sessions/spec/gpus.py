@@ -1,4 +1,4 @@
-"""The GPUs of this machine: how many ranks can use, and in one sentence why they cannot use one.
+"""Finds how many GPUs of this machine ranks can use, and says in one sentence why they cannot use one.
 
 The driver is asked through libcuda, which makes no CUDA context: one in a process that only starts ranks would keep the
 ranks of an EXCLUSIVE_PROCESS cluster out.
@@ -25,8 +25,8 @@ _LEAST_DRIVER = {12: "525", 13: "580"}  # by the major version of CUDA
 
 
 def usable_gpus() -> int:
-    """How many GPUs torch can use; 0 where something is in the way, which `why_no_gpu` names. A build for the CPU can
-    use none, so that it is not imported to be asked: that takes seconds.
+    """Return how many GPUs torch can use; 0 where something is in the way, which `why_no_gpu` names. A build for the
+    CPU can use none, so that it is not imported to be asked: that takes seconds.
     """
     if "torch" not in sys.modules and _is_built_for_cpu():
         return 0
@@ -40,7 +40,7 @@ def usable_gpus() -> int:
 
 @cache
 def _is_built_for_cpu() -> bool:
-    """Whether the installed torch says of itself, in its `version.py`, that it was built for the CPU alone."""
+    """Return whether the installed torch says of itself, in its `version.py`, that it was built for the CPU alone."""
     spec = find_spec("torch")
     versions = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if versions is None or not versions.exists():
@@ -50,7 +50,7 @@ def _is_built_for_cpu() -> bool:
 
 
 def why_no_gpu() -> str:
-    """Why torch can use no GPU here, and what to do."""
+    """Return why torch can use no GPU here, and what to do."""
     import torch
 
     return driver_complaint(driver_cuda(), torch.version.cuda) or (
@@ -59,7 +59,7 @@ def why_no_gpu() -> str:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch runs with; (0,) without one."""
+    """Return the version of NCCL that torch runs with; (0,) without one."""
     import torch
 
     return (
@@ -73,7 +73,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def driver_complaint(driver_cuda: int | None, built_for: str | None) -> str:
-    """Why this torch cannot use the driver, and what to do; "" where it can.
+    """Return why this torch cannot use the driver, and what to do; "" where it can.
 
     `driver_cuda` is what cuDriverGetVersion returns (12040 for CUDA 12.4), `built_for` is torch.version.cuda.
     """
@@ -92,7 +92,7 @@ def driver_complaint(driver_cuda: int | None, built_for: str | None) -> str:
 
 
 def kernel_complaint(name: str, capability: Sequence[int], architectures: Sequence[str]) -> str:
-    """Why no kernel of this torch runs on the GPU, and what to do; "" where they do.
+    """Return why no kernel of this torch runs on the GPU, and what to do; "" where they do.
 
     A kernel for sm_80 runs on 8.0 to 8.9, one for sm_90a on 9.0 only, and code for compute_80 on 8.0 and all above.
     """
@@ -114,7 +114,7 @@ def _runs(architecture: str, mine: tuple[int, int]) -> bool:
 
 
 def shm_complaint(nbytes: int) -> str:
-    """What a small /dev/shm breaks, and what to do; "" where it is large enough."""
+    """Return what a small /dev/shm breaks, and what to do; "" where it is large enough."""
     if nbytes >= _LEAST_SHM:
         return ""
     return (
@@ -124,7 +124,7 @@ def shm_complaint(nbytes: int) -> str:
 
 
 def mode_complaint(mode: int) -> str:
-    """What the compute mode forbids, and what to do; "" for the default mode."""
+    """Return what the compute mode forbids, and what to do; "" for the default mode."""
     if mode == _PROHIBITED:
         return "the compute mode is PROHIBITED, so no process may use the GPU; allow it with nvidia-smi -c 0"
     if mode == EXCLUSIVE:
@@ -139,7 +139,9 @@ def mode_complaint(mode: int) -> str:
 
 
 def _asked(function: str, *arguments: int) -> int | None:
-    """The number that a function of libcuda returns through its first argument; None where it fails or is missing."""
+    """Return the number that a function of libcuda returns through its first argument; None where it fails or is
+    missing.
+    """
     found = ctypes.c_int()
     try:
         code = getattr(ctypes.CDLL("libcuda.so.1"), function)(ctypes.byref(found), *arguments)
@@ -149,12 +151,12 @@ def _asked(function: str, *arguments: int) -> int | None:
 
 
 def driver_cuda() -> int | None:
-    """The newest CUDA that the driver handles, 12040 for 12.4; None without a driver."""
+    """Return the newest CUDA that the driver handles, 12040 for 12.4; None without a driver."""
     return _asked("cuDriverGetVersion")
 
 
 def has_context(gpu: int) -> bool:
-    """Whether this process has a CUDA context on the GPU. To ask makes none."""
+    """Return whether this process has a CUDA context on the GPU. To ask makes none."""
     flags, active = ctypes.c_uint(), ctypes.c_int()
     try:
         state = ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState
@@ -164,5 +166,5 @@ def has_context(gpu: int) -> bool:
 
 
 def compute_mode(gpu: int) -> int:
-    """The CUcomputemode of a GPU: 0 for the default, also where the driver does not tell."""
+    """Return the CUcomputemode of a GPU: 0 for the default, also where the driver does not tell."""
     return _asked("cuDeviceGetAttribute", _COMPUTE_MODE, gpu) or 0

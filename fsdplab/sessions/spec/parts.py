@@ -1,4 +1,4 @@
-"""The parts of a run: a frozen dataclass each, with its fields, their help texts, and the rules inside the part.
+"""Defines the parts of a run: a frozen dataclass each, with its fields, their help texts, and the rules inside it.
 
 The fields are also flags of the command line, with these help texts; so this file imports torch only when needed.
 """
@@ -34,7 +34,7 @@ _MANY = 10**9  # beyond such numbers a run is a mistake, or would overflow a see
 
 
 def _named(model: Any) -> Any:
-    """A path, or a `Workload`, which is written to a file for the ranks, as a text."""
+    """Return a path, or a `Workload`, which is written to a file for the ranks, as a text."""
     if isinstance(model, os.PathLike):
         return os.fspath(model)
     if "torch" not in sys.modules:
@@ -127,16 +127,18 @@ class Sharding(Checked):
 
     RULES: ClassVar[Rules] = (
         Rule(
-            ("shard_size", "strategy"), lambda s: s.shard_size is None or s.row.in_groups,
+            ("shard_size", "strategy"),
+            lambda s: s.shard_size is None or s.row.in_groups,
             f"shard_size is for {' or '.join(IN_GROUPS)}, not {{s.strategy}}",
             f"leave it out, or give strategy={IN_GROUPS[0]!r}",
         ),
         Rule(
-            ("offload", "strategy"), lambda s: s.offload == "none" or s.row.can_offload,
+            ("offload", "strategy"),
+            lambda s: s.offload == "none" or s.row.can_offload,
             "offload moves shards, but {s.strategy} keeps parameters whole",
             f"give strategy={' or '.join(map(repr, _OFFLOADABLE))}",
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +198,14 @@ class Network(Checked):
             return None
         shape = preset(self.as_model)
         return wind_tunnel(
-            parse_cluster(self.emulate), target_parameters=shape.parameters, target_layers=shape.layers,
+            parse_cluster(self.emulate),
+            target_parameters=shape.parameters,
+            target_layers=shape.layers,
             tokens_per_gpu=TARGET_TOKENS,
-        )  # fmt: skip
+        )
 
     def scaled_card(self, workload: WorkloadPart, ranks: int) -> int:
-        """Bytes of the card of a wind tunnel: as full of this workload's states as the target's card is of the
+        """Return bytes of the card of a wind tunnel: as full of this workload's states as the target's card is of the
         target's.
         """
         assert self.target is not None and self.as_model is not None, "the network has no wind tunnel"
@@ -212,7 +216,8 @@ class Network(Checked):
 
     RULES: ClassVar[Rules] = (
         Rule(
-            ("as_model", "emulate"), lambda s: bool(s.emulate) == bool(s.as_model),
+            ("as_model", "emulate"),
+            lambda s: bool(s.emulate) == bool(s.as_model),
             "emulate={s.emulate!r}, as_model={s.as_model!r}",
             "give both, such as emulate='8xH100', as_model='llama-3.1-8b', or none of them",
         ),
@@ -220,7 +225,7 @@ class Network(Checked):
         Readable(("link_across",), lambda s: s.link_across is not None and parse_link(s.link_across), (LinkError,)),
         Readable(("as_model",), lambda s: s.as_model is not None and preset(s.as_model), (ModelError,)),
         Readable(("emulate",), lambda s: s.target, (HardwareError, WindTunnelError)),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,22 +244,26 @@ class Measuring(Checked):
     profile: int = option(0, "Steps under PyTorch's profiler, after the timed ones; 0: no trace.", least=0, most=1_000)
     memory: bool = option(True, "Whether memory is measured.", one_of=(True, False))
     card: int | None = option(
-        None, "Bytes of an emulated card: a run that needs more is marked as over the card.", least=1,
+        None,
+        "Bytes of an emulated card: a run that needs more is marked as over the card.",
+        least=1,
         remark=" (bytes of the emulated card, or None)",
-    )  # fmt: skip
+    )
 
     RULES: ClassVar[Rules] = (
         Rule(
-            ("warmup", "memory"), lambda s: not s.memory or s.warmup > MEMORY_STEP,
+            ("warmup", "memory"),
+            lambda s: not s.memory or s.warmup > MEMORY_STEP,
             "memory is measured in the second warm-up step, but warmup is {s.warmup}",
             "give warmup=2 or more, or memory=False",
         ),
         Rule(
-            ("card", "memory"), lambda s: s.card is None or s.memory,
+            ("card", "memory"),
+            lambda s: s.card is None or s.memory,
             "a card of {s.card} bytes needs the memory to be measured, but memory is False",
             "leave memory=True, or card=None",
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +276,10 @@ class Placement(Checked):
     device: str = option("auto", "auto, cpu or cuda.", one_of=choices.DEVICES)
     time_limit: float = option(120.0, "Seconds after which one run is ended with a report.", above=0)
     start: str = option(
-        "auto", "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm if possible).",
+        "auto",
+        "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm if possible).",
         one_of=choices.STARTS,
-    )  # fmt: skip
+    )
 
     @property
     def device_type(self) -> str:

@@ -88,9 +88,18 @@ class Checked:
 
 
 def check_value(
-    name: str, got: object, default: object, *, one_of: Sequence[object] = (), least: int | None = None,
-    most: int | None = None, above: float | None = None, remark: str = "", help: str = "", known: Sequence[str] = (),
-) -> None:  # fmt: skip
+    name: str,
+    got: object,
+    default: object,
+    *,
+    one_of: Sequence[object] = (),
+    least: int | None = None,
+    most: int | None = None,
+    above: float | None = None,
+    remark: str = "",
+    help: str = "",
+    known: Sequence[str] = (),
+) -> None:
     """SpecError unless the value of a field is what its `option` expects; a default is always allowed.
 
     `known` are values of a field that may have others.
@@ -131,7 +140,7 @@ def check_same(what: str, specs: Sequence[object], names: Sequence[str]) -> None
 
 
 def near_matches(got: object, expected: Sequence[str]) -> str:
-    """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
+    """Return what was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
     for row in STRATEGY_ROWS.values():
         if row.name in expected and row.known_as and squeezed(str(got)) == squeezed(row.known_as):
             return f" ({row.known_as} is {row.name} here)"

@@ -1,4 +1,4 @@
-"""What to run: the parts of parts.py in one spec, checked once.
+"""Joins the parts of parts.py into one spec, checked once.
 
 Ranks take seconds to start, so an invalid request fails here, before any process exists, in one line: what happened,
 what was got, what was expected, what to do. An existing `RunSpec` can be run.
@@ -93,12 +93,12 @@ class RunSpec(Placement, Measuring, Network, EngineChoice, Sharding, WorkloadPar
         return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-able; `RunSpec(**spec.as_dict()) == spec`."""
+        """Return all fields, JSON-able; `RunSpec(**spec.as_dict()) == spec`."""
         return asdict(self)
 
 
 def spec_for(spec: Any, settings: dict[str, Any]) -> RunSpec:
-    """The spec itself, or that of a model (a Workload, a file, a preset's name) with these settings."""
+    """Return the spec itself, or that of a model (a Workload, a file, a preset's name) with these settings."""
     if not isinstance(spec, RunSpec):
         return RunSpec(model=spec, **settings)
     if settings:
@@ -107,7 +107,9 @@ def spec_for(spec: Any, settings: dict[str, Any]) -> RunSpec:
 
 
 def specs_for(specs: Any, settings: dict[str, Any]) -> list[RunSpec]:
-    """The specs themselves, or, for a model, those of five strategies (or of `strategies`) and the unsharded twin."""
+    """Return the specs themselves, or, for a model, those of five strategies (or of `strategies`) and the unsharded
+    twin.
+    """
     if isinstance(specs, Sequence) and not isinstance(specs, str):
         return [spec_for(spec, settings) for spec in specs]
     if isinstance(specs, RunSpec):

@@ -1,4 +1,4 @@
-"""The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it with the names of the last one, report
+"""Runs cells on a rank that stays (staying/ranks.py): wait for a cell, run it with the names of the last one, report
 how it ended, wait again.
 
     main(FOLDER)    called by launch/program.py
@@ -106,14 +106,14 @@ class _Cells:
             setattr(sys, name, stream)
 
     def _held(self) -> dict[str, Any]:
-        """The cells' own names: the latest, and how many."""
+        """Return the cells' own names: the latest, and how many."""
         own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
         held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
         return {"names": held[-_MOST_NAMES:], "held": len(held)}
 
 
 def _shortened(text: str, most: int) -> str:
-    """The text, or where it is longer its beginning and its end."""
+    """Return the text, or where it is longer its beginning and its end."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} ... {len(text) - most:,} characters are left out ... {text[-(most // 2) :]}"
@@ -123,12 +123,12 @@ def _shortened(text: str, most: int) -> str:
 
 
 def source_of(mailbox: Mailbox, number: int) -> Path:
-    """The file of a cell's source; the rank reads it when it gets the number."""
+    """Return the file of a cell's source; the rank reads it when it gets the number."""
     return mailbox.folder / f"cell{number}.py"
 
 
 def title(number: int) -> str:
-    """A cell's name in tracebacks: each has its own, since a function of the first may raise in the fifth."""
+    """Return a cell's name in tracebacks: each has its own, since a function of the first may raise in the fifth."""
     return f"<%%ranks cell {number}>"
 
 
@@ -138,14 +138,14 @@ def show_source(source: str, name: str) -> None:
 
 
 def cell_namespace(given: dict[str, Any]) -> dict[str, Any]:
-    """The names of cells, as a module, so that a class defined in a cell can be pickled."""
+    """Return the names of cells, as a module, so that a class defined in a cell can be pickled."""
     module = sys.modules["__ranks__"] = ModuleType("__ranks__")
     vars(module).update(given)
     return vars(module)
 
 
 def given_names(rank: int, world_size: int) -> dict[str, Any]:
-    """The names that every cell has; a cell may have destroyed the group, so they do not come from there."""
+    """Return the names that every cell has; a cell may have destroyed the group, so they do not come from there."""
     return {"rank": rank, "world_size": world_size, "torch": torch, "dist": dist}
 
 

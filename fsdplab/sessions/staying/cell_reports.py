@@ -1,4 +1,4 @@
-"""The report of a cell that failed on ranks that stay: one message, and the traceback or stack of each rank, labelled.
+"""Reports a cell that failed on ranks that stay: one message, and the traceback or stack of each rank, labelled.
 
 Pure functions, as in failure_report.py: `results` holds what each rank wrote at the end of the cell, `stacks` the
 stacks of the others.
@@ -30,67 +30,78 @@ class CellInterrupted(RanksStopped):
         self.report, self.line = report, line
 
     def _render_traceback_(self) -> list[str]:
+        """Return the line that IPython shows instead of a traceback through the library."""
         return [self.line]
 
 
 def raised(results: CellResults) -> Failure | None:
-    """The report of a cell that every rank has ended; None where it ended well on all."""
+    """Report a cell that every rank has ended; None where it ended well on all."""
     failed = _failed(results)
     if not failed:
         return None
-    return Failure("raised", f"{_what_was_raised(failed)}. {_STAY}", min(failed), traceback=_labelled(failed, {}, {}))
+    message = f"{_what_was_raised(failed)}. {_STAY}"
+    return Failure("raised", message, min(failed), traceback=_labelled(failed, {}, {}))
 
 
 def interrupted(
     why: str, heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str], results: CellResults, deaf: Sequence[int]
 ) -> Failure:
-    """The report of a cell that was interrupted on the ranks of `heartbeats`; the `deaf` ranks could not be."""
+    """Report a cell that was interrupted on the ranks of `heartbeats`; the `deaf` ranks could not be."""
     if deaf:
-        became = f"{named(deaf)} could not be interrupted. {_LOST}"
+        outcome = f"{named(deaf)} could not be interrupted. {_LOST}"
     else:
-        became = f"{named(sorted(heartbeats))} {'was' if len(heartbeats) == 1 else 'were'} interrupted. {_STAY}"
-    at, blocks = heartbeats[min(deaf or heartbeats)], _labelled(_failed(results), heartbeats, stacks)
-    return Failure("hung", f"{why}. {became}", at.rank, None, at.phase, at.collective, blocks)
+        verb = "was" if len(heartbeats) == 1 else "were"
+        outcome = f"{named(sorted(heartbeats))} {verb} interrupted. {_STAY}"
+    at = heartbeats[min(deaf or heartbeats)]
+    blocks = _labelled(_failed(results), heartbeats, stacks)
+    return Failure("hung", f"{why}. {outcome}", at.rank, None, at.phase, at.collective, blocks)
 
 
 def waiting_for_ever(
     heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str], results: CellResults, world_size: int
 ) -> Failure:
-    """The report of a cell whose ranks in `heartbeats` wait in a collective that the others will not enter."""
-    failed, first = _failed(results), heartbeats[min(heartbeats)]
+    """Report a cell whose ranks in `heartbeats` wait in a collective that the others will not enter."""
+    failed = _failed(results)
+    collective = heartbeats[min(heartbeats)].collective
     absent = sorted(failed or set(range(world_size)) - set(heartbeats))
-    verb, where = "waits" if len(heartbeats) == 1 else "wait", first.collective or "a collective"
-    waiting = f"{named(sorted(heartbeats))} {verb} in {where}"
+    wait = "waits" if len(heartbeats) == 1 else "wait"
+    waiting = f"{named(sorted(heartbeats))} {wait} in {collective or 'a collective'}"
     if failed:
-        waiting = f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]}, which"
+        kind = "raised"
+        sentence = f"{_what_was_raised(failed)}, and {waiting[0].lower()}{waiting[1:]}, which"
     else:
-        waiting += f", to which {named(absent).lower()} {'does' if len(absent) == 1 else 'do'} not come, and"
-    message, kind = f"{waiting} cannot be interrupted. {_LOST}", "raised" if failed else "hung"
+        kind = "hung"
+        do = "does" if len(absent) == 1 else "do"
+        sentence = f"{waiting}, to which {named(absent).lower()} {do} not come, and"
+    message = f"{sentence} cannot be interrupted. {_LOST}"
     blocks = _labelled(failed, heartbeats, stacks)
-    return Failure(kind, message, absent[0], collective=first.collective, traceback=blocks)
+    return Failure(kind, message, absent[0], collective=collective, traceback=blocks)
 
 
 def _failed(results: CellResults) -> CellResults:
-    return {rank: each for rank, each in sorted(results.items()) if each["error"]}
+    return {rank: result for rank, result in sorted(results.items()) if result["error"]}
 
 
 def _what_was_raised(failed: CellResults) -> str:
-    errors = {each["error"].rstrip(".") for each in failed.values()}
-    if len(errors) == 1:
-        return f"{named(sorted(failed))} raised {errors.pop()}"
-    each = "; ".join(f"rank {rank} raised {result['error'].rstrip('.')}" for rank, result in failed.items())
-    return f"R{each[1:]}"
+    """Say what the ranks raised: once for all of them where it is the same."""
+    errors = {rank: result["error"].rstrip(".") for rank, result in failed.items()}
+    if len(set(errors.values())) == 1:
+        return f"{named(sorted(failed))} raised {errors[min(errors)]}"
+    sentence = "; ".join(f"rank {rank} raised {error}" for rank, error in errors.items())
+    return f"R{sentence[1:]}"
 
 
 def _labelled(failed: CellResults, heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, str]) -> str:
-    """The tracebacks of ranks that raised, then where those of `heartbeats` stood: `[rank 1] ` before every line of
-    rank 1; equal blocks are shown once.
+    """Join the tracebacks of ranks that raised, then where those of `heartbeats` stood.
+
+    `[rank 1] ` is before every line of rank 1; equal blocks are shown once.
     """
-    blocks = {rank: each["traceback"].rstrip() for rank, each in failed.items()}
+    texts = {rank: result["traceback"].rstrip() for rank, result in failed.items()}
     for rank, heartbeat in sorted(heartbeats.items()):
         last = f"last collective: {heartbeat.collective or 'none'}; stood in (innermost call first):"
-        blocks[rank] = f"{last}\n{stacks.get(rank) or NO_ANSWER}"
-    same = grouped(blocks, blocks.__getitem__)
-    return "\n\n".join(
-        "\n".join(f"[{named(ranks).lower()}] {line}" for line in text.splitlines()) for text, ranks in same.items()
-    )
+        texts[rank] = f"{last}\n{stacks.get(rank) or NO_ANSWER}"
+    blocks = []
+    for text, ranks in grouped(texts, texts.__getitem__).items():
+        label = f"[{named(ranks).lower()}]"
+        blocks.append("\n".join(f"{label} {line}" for line in text.splitlines()))
+    return "\n\n".join(blocks)

@@ -140,7 +140,7 @@ class StayingRanks:
         return self.failure is None
 
     def status(self) -> list[RankStatus]:
-        """The state of each rank."""
+        """Return the state of each rank."""
         alive, heartbeats = self.alive, read_heartbeats(self._living.ranks.mailbox, self.world_size)
         found = []
         for rank, pid in self._living.pids.items():
@@ -210,15 +210,15 @@ class Living:
         return {rank: heartbeat.pid for rank, heartbeat in sorted(self.ranks.activity.heartbeats.items())}
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The latest heartbeats."""
+        """Return the latest heartbeats."""
         return read_heartbeats(self.ranks.mailbox, self.ranks.world_size)
 
     def missing(self) -> list[int]:
-        """The ranks that have died."""
+        """Return the ranks that have died."""
         return [rank for rank, pid in self.pids.items() if gone(pid)]
 
     def death(self) -> Failure:
-        """The report after a rank died: waits a moment for its exit code, and shows what was still printed."""
+        """Return the report after a rank died: waits a moment for its exit code, and shows what was still printed."""
         first, began = next(iter(self.missing()), None), time.monotonic()
         while self.ranks.agent.running(_LOOK_EVERY_S) and (first is None or self.ranks.agent.left.get(first) != 0):
             if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
@@ -230,8 +230,8 @@ class Living:
         return failed_first(PostMortem(heartbeats=of_first))
 
     def _with_last_words(self, failure: Failure) -> Failure:
-        """The report of a rank that was ended by an exit code, with its last line on standard error: a C library that
-        ends a process says there why.
+        """Return the report of a rank that was ended by an exit code, with its last line on standard error: a C library
+        that ends a process says there why.
         """
         if failure.kind != "died" or failure.rank is None or self.ranks.agent.left.get(failure.rank, 0) <= 0:
             return failure
@@ -296,12 +296,12 @@ class CellWatch:
         return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """What each rank that has ended the cell wrote at its end."""
+        """Return what each rank that has ended the cell wrote at its end."""
         last = {rank: read_lines(self.living.ranks.mailbox.of(rank, "cells"))[-1:] for rank in self.ranks}
         return {rank: lines[0] for rank, lines in last.items() if lines and lines[0]["cell"] == self.number}
 
     def unfinished(self) -> list[int]:
-        """The ranks that have not ended the cell."""
+        """Return the ranks that have not ended the cell."""
         return self.living.turns.busy
 
     def _look(self) -> bool:
@@ -326,7 +326,9 @@ class CellWatch:
         return {rank: heartbeats[rank] for rank in self.unfinished()}
 
     def _stuck(self) -> Failure | None:
-        """The report if all unfinished ranks wait in a collective that another will not enter; None while they move."""
+        """Return the report if all unfinished ranks wait in a collective that another will not enter; None while they
+        move.
+        """
         heartbeats = self._heartbeats()
         if len(heartbeats) == self.living.ranks.world_size or self.activity.idle < _PATIENCE_S:
             return None

@@ -1,4 +1,4 @@
-"""What each rank measures to calibrate a machine, all ranks at once; `sessions/calibration.py` calls it on ranks.
+"""Calibrates a machine: each rank measures, all ranks at once; `sessions/calibration.py` calls it on ranks.
 
 Small pieces of what a run does, each by itself: a linear layer, a block, the engine's collectives, its hooks, the
 optimizer. The median of some repetitions counts, after one that warms up.
@@ -46,31 +46,37 @@ class Clock:
     patience_s: float
 
     def median(self, work: Callable[[], float]) -> float:
-        """Of what `work` returns, which each rank does for itself; ranks begin together."""
+        """Return the median of what `work` returns, which each rank does for itself; ranks begin together."""
         work()
         dist.barrier()
-        found, end = [work(), work()], time.perf_counter() + self.patience_s
-        while time.perf_counter() < end and len(found) < _ENOUGH:
-            found.append(work())
-        return statistics.median(found)
+        times = [work(), work()]
+        end = time.perf_counter() + self.patience_s
+        while time.perf_counter() < end and len(times) < _ENOUGH:
+            times.append(work())
+        return statistics.median(times)
 
     def median_together(self, work: Callable[[], float]) -> float:
-        """The same of what all ranks do together: as often on each, whatever the time."""
+        """Return the same of what all ranks do together: as often on each, whatever the time."""
         work()
         dist.barrier()
-        return statistics.median(work() for _ in range(10 if self.patience_s else 3))
+        repetitions = 10 if self.patience_s else 3
+        return statistics.median(work() for _ in range(repetitions))
 
 
 def measure(payload: float) -> dict[str, Any]:
-    """The rates of this rank, in the form of `Rates.of`; each quantity is measured for about `payload` seconds."""
+    """Measure the rates of this rank, in the form of `Rates.of`; each quantity for about `payload` seconds."""
     clock = Clock(payload)
     _say("matrix products")
-    products = {size: [_linear(clock, tokens, dtype) for tokens in TOKENS] for size, dtype in _DTYPES.items()}
+    products = {}
+    for size, dtype in _DTYPES.items():
+        products[size] = [_linear(clock, tokens, dtype) for tokens in TOKENS]
     _say("operators")
     blocks, elements = {}, {}
-    for name in (f"{family} {size}" for family in _FAMILIES for size in _DTYPES):
-        blocks[name] = _tiny_block(clock, name)
-        elements[name] = _elementwise(clock, name, products[name.split()[1]], blocks[name])
+    for family in _FAMILIES:
+        for size in _DTYPES:
+            name = f"{family} {size}"
+            blocks[name] = _tiny_block(clock, name)
+            elements[name] = _elementwise(clock, name, products[size], blocks[name])
     _say("collectives")
     collectives = _collectives(clock)
     _say("engine and optimizer")
@@ -112,7 +118,7 @@ def _linear(clock: Clock, tokens: int, dtype: torch.dtype) -> ProductRate:
 
 
 def _block_s(clock: Clock, model: str, batch: int, sequence: int, dtype: torch.dtype) -> float:
-    """Seconds of one block's forward and backward."""
+    """Measure the seconds of one block's forward and backward."""
     config = replace(preset(model), layers=1)
     built = build_model(config)
     for parameter in built.parameters():  # not the rotary tables, which stay float32 in a run too
@@ -129,41 +135,48 @@ def _block_s(clock: Clock, model: str, batch: int, sequence: int, dtype: torch.d
 
 
 def _tiny_block(clock: Clock, name: str) -> float:
-    """Seconds of a block so small that the cost of its operators' calls is all there is."""
+    """Measure the seconds of a block so small that the cost of its operators' calls is all there is."""
     family, size = name.split()
     return _block_s(clock, _TINY[family], 1, _FEW, _DTYPES[size])
 
 
 def _elementwise(clock: Clock, name: str, rows: list[ProductRate], tiny: float) -> float:
-    """Seconds a token and channel of what is neither a product nor the cost of calls."""
+    """Measure the seconds a token and channel of what is neither a product nor the cost of calls."""
     family, size = name.split()
-    batch, shape = 2, SHAPES[_FAMILIES[family]]
+    model = _FAMILIES[family]
+    shape = SHAPES[model]
+    batch = 2
     tokens = batch * _SEQUENCE
-    whole = _block_s(clock, _FAMILIES[family], batch, _SEQUENCE, _DTYPES[size])
+    whole_s = _block_s(clock, model, batch, _SEQUENCE, _DTYPES[size])
     forward, backward = product_rates(rows, tokens)
-    flops = 2 * tokens * sum(each.count for each in shape.block if each.is_matrix)
-    left = whole - flops / forward - 2 * flops / backward - tiny
-    return max(0.0, left / (tokens * touched(shape)))
+    elements = sum(parameter.count for parameter in shape.block if parameter.is_matrix)
+    flops = 2 * tokens * elements  # of a forward; a backward has twice as many
+    products_s = flops / forward + 2 * flops / backward
+    return max(0.0, (whole_s - products_s - tiny) / (tokens * touched(shape)))
 
 
 # ---- collectives
 
 
 def _collectives(clock: Clock) -> dict[str, tuple[float, float]]:
-    """Kind -> seconds each, and seconds a byte: a line through a small and a large one."""
+    """Measure by kind the seconds each, and the seconds a byte: a line through a small and a large one."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
     works: dict[str, Callable[[dist.ProcessGroup, int], Callable[[], float]]] = {
-        "all_gather": _gather, "reduce_scatter": _reduce, "all_reduce": partial(_reduce, all_reduces=True)
-    }  # fmt: skip
+        "all_gather": _gather,
+        "reduce_scatter": _reduce,
+        "all_reduce": partial(_reduce, all_reduces=True),
+    }
     if group.size() == 1:
         return dict.fromkeys(works, (0.0, 0.0))
-    found = {}
+    rates = {}
+    few, many = _SIZES
     for kind, work in works.items():
-        small, large = (clock.median_together(work(group, nbytes)) for nbytes in _SIZES)
-        a_byte = max(0.0, (large - small) / (_SIZES[1] - _SIZES[0]))
-        found[kind] = (max(0.0, small - a_byte * _SIZES[0]), a_byte)
-    return found
+        small_s = clock.median_together(work(group, few))
+        large_s = clock.median_together(work(group, many))
+        byte_s = max(0.0, (large_s - small_s) / (many - few))
+        rates[kind] = (max(0.0, small_s - byte_s * few), byte_s)
+    return rates
 
 
 _LABEL = CollectiveLabel("calibration", "forward")
@@ -190,8 +203,13 @@ def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 
 
 def _reduce(group: dist.ProcessGroup, nbytes: int, all_reduces: bool = False) -> Callable[[], float]:
-    transport, layout = transport_of(group, _CPU), _layout(nbytes, 1 if all_reduces else group.size())
-    send = transport.all_reduce_packed if all_reduces else transport.reduce_scatter
+    transport = transport_of(group, _CPU)
+    if all_reduces:
+        layout = _layout(nbytes, 1)
+        send = transport.all_reduce_packed
+    else:
+        layout = _layout(nbytes, group.size())
+        send = transport.reduce_scatter
     gradient = torch.zeros(layout.slots[0].shape)
 
     def once() -> float:
@@ -205,21 +223,24 @@ def _reduce(group: dist.ProcessGroup, nbytes: int, all_reduces: bool = False) ->
 
 
 def _engine(clock: Clock, block_s: float, collectives: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """The cost of the root, of a unit, and of the optimizer's elements and calls."""
-    alone, whole = _tiny_steps(clock, sharded=False)
-    together, slices = _tiny_steps(clock, sharded=True)
+    """Measure the cost of the root, of a unit, and of the optimizer's elements and calls."""
+    alone_s, whole = _tiny_steps(clock, sharded=False)
+    sharded_s, slices = _tiny_steps(clock, sharded=True)
     layers = preset("gpt-tiny").layers
-    sent = (2 * layers + 1) * collectives["all_gather"][0] + (layers + 1) * collectives["reduce_scatter"][0]
+    gather_s, _ = collectives["all_gather"]
+    reduce_s, _ = collectives["reduce_scatter"]
+    # each block is gathered for forward and for backward, the root once
+    sent_s = (2 * layers + 1) * gather_s + (layers + 1) * reduce_s
     return {
-        "root_s": max(0.0, alone - layers * block_s),
-        "unit_s": max(0.0, (together - alone - sent) / (layers + 1)),
+        "root_s": max(0.0, alone_s - layers * block_s),
+        "unit_s": max(0.0, (sharded_s - alone_s - sent_s) / (layers + 1)),
         "optimizer_element_s": _optimizer_element_s(clock),
         "optimizer_parameter_s": {"whole": whole, "slices": slices},
     }
 
 
 def _tiny_steps(clock: Clock, sharded: bool) -> tuple[float, float]:
-    """Seconds of forward and backward of gpt-tiny, and of its optimizer's step a parameter."""
+    """Measure the seconds of forward and backward of gpt-tiny, and of its optimizer's step a parameter."""
     model: nn.Module = build_model("gpt-tiny")
     blocks = type(model.blocks[0])
     if sharded and dist.get_world_size() > 1:
@@ -243,8 +264,8 @@ def _optimizer_element_s(clock: Clock) -> float:
     optimizer = torch.optim.AdamW(weights, fused=True)
 
     def once() -> float:
-        for each in weights:
-            each.grad = torch.ones_like(each)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
         return timed(optimizer.step)
 
     return clock.median(once) / (len(weights) << 20)

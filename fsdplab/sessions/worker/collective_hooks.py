@@ -26,11 +26,25 @@ from fsdplab.engine import events
 
 # Not in the list: batch_isend_irecv and the collectives on objects, which call these.
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "gather",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "send", "recv", "isend",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
     "irecv",
-)  # fmt: skip
+)
 # P2POp accepts only the functions of distributed_c10d, so these are replaced there too.
 _ALSO_INSIDE = ("isend", "irecv")
 

@@ -1,4 +1,4 @@
-"""CPU time of a rank, and how long it waited for a core: whether a step's time is the strategy's or the machine's.
+"""Reads a rank's CPU time, and how long it waited for a core: is a step's time the strategy's or the machine's?
 
 A rank lacks a core while one of its threads waits for one and none of its threads has one. Linux counts for each
 thread how long it ran and how long it waited on the run queue (/proc/self/task/*/schedstat), not when. So a wait is
@@ -39,12 +39,13 @@ class CoreTime:
 
 
 def core_time() -> CoreTime:
-    """A reading of now; two of them are the arguments of `waited_s`."""
+    """Return a reading of now; two of them are the arguments of `waited_s`."""
     return CoreTime(time.process_time(), _threads(_TASKS))
 
 
 def waited_s(before: CoreTime, after: CoreTime, pool: int = 1) -> float | None:
-    """The least seconds between two readings for which the process lacked a core; None where the system does not count.
+    """Return the least seconds between two readings for which the process lacked a core; None where the system does not
+    count.
 
     `pool`: how many threads compute side by side. One thread that waited for 3 s while another ran for 1 s: 2.0.
     """
@@ -60,7 +61,7 @@ def waited_s(before: CoreTime, after: CoreTime, pool: int = 1) -> float | None:
 
 
 def _threads(folder: str) -> Threads | None:
-    """The counters of each thread; None where the kernel has none, or has them switched off (all are 0)."""
+    """Return the counters of each thread; None where the kernel has none, or has them switched off (all are 0)."""
     found: Threads = {}
     try:
         names = os.listdir(folder)

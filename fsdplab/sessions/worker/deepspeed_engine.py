@@ -22,7 +22,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 def deepspeed_setup(
     stage: int, spec: RunSpec, context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf
 ) -> tuple[nn.Module, Any, Callable[..., float]]:
-    """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
+    """Return the (engine, optimizer, train_step) of ZeRO stage `stage`."""
     os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     import deepspeed
 
@@ -30,9 +30,8 @@ def deepspeed_setup(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     size = sum(parameter.numel() for parameter in model.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=configuration(stage, spec, size),
-        dist_init_required=False,
-    )  # fmt: skip
+        model=model, optimizer=optimizer, config=configuration(stage, spec, size), dist_init_required=False
+    )
 
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank

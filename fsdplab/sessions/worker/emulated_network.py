@@ -27,7 +27,7 @@ from fsdplab.sessions.worker.rank_process import RankContext
 
 @dataclass
 class EmulatedNetwork:
-    """The emulated links of one run, on one rank."""
+    """Installs the emulated links of one run, on one rank."""
 
     spec: RunSpec
     context: RankContext
@@ -38,11 +38,11 @@ class EmulatedNetwork:
     def begin(self, setup: TrainingSetup) -> None:
         """Install the link that the spec names."""
         if self.spec.link or self.spec.link_across:
-            self.chosen = parse_link(self.spec.link) if self.spec.link else None
+            self.chosen = _named(self.spec.link)
             self._place(setup)
 
     def warmed_up(self, setup: TrainingSetup) -> None:
-        """The warm-up has ended: choose and place the wind tunnel's link."""
+        """Choose and place the wind tunnel's link, after the warm-up."""
         target = self.spec.target
         if target is None or self.spec.link or self.context.world_size == 1:
             return
@@ -50,9 +50,12 @@ class EmulatedNetwork:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rows = traffic_of(self.spec, "full_shard")  # what the target's ratio is about
         self.chosen = link_for(
-            target, compute_s=slowest.item(), wire_bytes=sum(row.step_bytes for row in rows),
-            collectives=sum(row.count for row in rows), ranks=self.context.world_size,
-        )  # fmt: skip
+            target,
+            compute_s=slowest.item(),
+            wire_bytes=sum(row.step_bytes for row in rows),
+            collectives=sum(row.count for row in rows),
+            ranks=self.context.world_size,
+        )
         self._place(setup)
 
     def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:
@@ -61,7 +64,7 @@ class EmulatedNetwork:
         self.computing.append(max(seconds - waited, 1e-6))
 
     def _place(self, setup: TrainingSetup) -> None:
-        across = parse_link(self.spec.link_across) if self.spec.link_across else self.chosen
+        across = _named(self.spec.link_across) or self.chosen
         if self.spec.engine == "lab":
             emulate(setup.model, shard=self._link(self.chosen), replicate=self._link(across))
             if isinstance(setup.optimizer, MatrixOptimizer):
@@ -70,21 +73,30 @@ class EmulatedNetwork:
             emulate_group(dist.group.WORLD, self._link(self.chosen))
 
     def _link(self, chosen: LinkSpec | None) -> Link | None:
-        return None if chosen is None else Link(chosen.bytes_per_s, chosen.latency_s, self.spec.link_queues)
+        if chosen is None:
+            return None
+        return Link(chosen.bytes_per_s, chosen.latency_s, self.spec.link_queues)
 
     def as_dict(self) -> dict[str, Any] | None:
-        """The network as the record has it; None without one."""
+        """Return the network as the record has it; None without one."""
         if not self.spec.linked:
             return None
-        across = parse_link(self.spec.link_across) if self.spec.link_across else None
-        return {
-            **(_link_as_dict(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}),
-            **({"name": f"wind tunnel of {self.spec.as_model} on {self.spec.emulate}"} if self.spec.emulate else {}),
-            "queues": self.spec.link_queues,
-            "across": _link_as_dict(across),
-            "as": f"{self.spec.as_model} on {self.spec.emulate}" if self.spec.emulate else None,
-        }
+        network = _link_as_dict(self.chosen) or {"name": "none", "bytes_per_s": None, "latency_s": None}
+        target = None
+        if self.spec.emulate:
+            target = f"{self.spec.as_model} on {self.spec.emulate}"
+            network["name"] = f"wind tunnel of {target}"
+        network["queues"] = self.spec.link_queues
+        network["across"] = _link_as_dict(_named(self.spec.link_across))
+        network["as"] = target
+        return network
+
+
+def _named(link: str | None) -> LinkSpec | None:
+    return parse_link(link) if link else None
 
 
 def _link_as_dict(link: LinkSpec | None) -> dict[str, Any] | None:
-    return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+    if link is None:
+        return None
+    return {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}

@@ -1,4 +1,4 @@
-"""One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
+"""Builds each engine: from a RunSpec to a model, an optimizer and one step of training.
 
 All engines train the same model from the same weights with the same optimizer. All differences between engines are in
 this file; each is used as its documentation says, with its defaults.
@@ -77,7 +77,7 @@ class TrainingSetup:
 
 
 def workload_of(part: WorkloadPart) -> Task:
-    """What the run trains; of a model of one's own the same object each time, as its file is imported once."""
+    """Return what the run trains; of a user's own model the same object each time, as its file is imported once."""
     kind = kind_of(part.model)
     if kind == FILE:
         return workload_in(Path(part.model))
@@ -91,25 +91,30 @@ def workload_of(part: WorkloadPart) -> Task:
 
 @cache
 def _text(path: str | None) -> ByteText:
-    """Read once a process: the engines of a bench train on the same."""
-    return ByteText.from_path(path) if path else ByteText.from_standard_library()
+    """Read the text once a process: the engines of a bench train on the same."""
+    if path:
+        return ByteText.from_path(path)
+    return ByteText.from_standard_library()
 
 
 def micro_batches(spec: RunSpec, workload: Task, step: int, rank: int, device: torch.device) -> list[Any]:
-    """Those of one rank's step, as `seeded_loss` takes them."""
+    """Draw those of one rank's step, as `seeded_loss` takes them."""
     at = partial(At, step, rank, spec.world_size, seed=spec.seed, device=device)
     return [workload.drawn(at(micro_batch=number)) for number in range(spec.micro_batches)]
 
 
 def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
-    """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
+    """Build the setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
     workload = workload_of(spec)
     context.heartbeat.enter(BUILDING)
-    late = workload.built_on_meta and spec.engine in ("lab", "torch-fsdp2")  # which take slices of it
-    model = workload.build("meta" if late else context.device, spec.seed)
-    if workload.draws and not late:
+    # engines that take slices of a model on the meta device: it is filled when it is sharded
+    filled_later = workload.built_on_meta and spec.engine in ("lab", "torch-fsdp2")
+    model = workload.build("meta" if filled_later else context.device, spec.seed)
+    if workload.draws and not filled_later:
         check_equal(model, context.device)
-    facts = facts_of(model, workload, units_of(spec, model, workload)) if spec.own_model else {}
+    facts: dict[str, Any] = {}
+    if spec.own_model:
+        facts = facts_of(model, workload, units_of(spec, model, workload))
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_modules(units_of(spec, model, workload).modules or [model])
     if spec.engine == "twin":
@@ -117,30 +122,35 @@ def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
     elif spec.engine.startswith("deepspeed"):
         setup = _deepspeed(spec, context, model, workload)
     else:
-        mine = held(spec, context.device, model, workload)
-        if late:
-            workload.fill(mine.model, context.device, spec.seed)
-        setup = _trained(context, mine, optimizer_of(spec, model, workload), workload)
-        facts = facts and {**facts, "notes": [*facts["notes"], *mine.notes]}
+        engine_model = held(spec, context.device, model, workload)
+        if filled_later:
+            workload.fill(engine_model.model, context.device, spec.seed)
+        setup = _trained(context, engine_model, optimizer_of(spec, model, workload), workload)
+        if facts:
+            facts["notes"] += engine_model.notes
     return replace(setup, facts=facts)
 
 
 def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
-    """`model` in the hands of `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
+    """Give `model` to `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
     return _HOLDERS[spec.engine](spec, device, model, workload)
 
 
 def one_step(
-    mine: Held, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss_of: LossOf, enter: Callable[[str], None]
+    trained: Held,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    loss_of: LossOf,
+    enter: Callable[[str], None],
 ) -> Tensor:
-    """Forward and backward of every micro-batch, then the optimizer; the mean loss, still on the device. `enter` is
-    called with each phase.
+    """Run forward and backward of every micro-batch, then the optimizer; return the mean loss, still on the device.
+    `enter` is called with each phase.
     """
     losses = []
     for index, batch in enumerate(batches, start=1):
-        with mine.accumulate(index == len(batches)):
+        with trained.accumulate(index == len(batches)):
             enter("forward")
-            loss = loss_of(mine.model, batch) / len(batches)
+            loss = loss_of(trained.model, batch) / len(batches)
             enter("backward")
             loss.backward()
         losses.append(loss.detach())
@@ -150,13 +160,13 @@ def one_step(
     return sum(losses[1:], losses[0])
 
 
-def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer, workload: Task) -> TrainingSetup:
+def _trained(context: RankContext, trained: Held, optimizer: torch.optim.Optimizer, workload: Task) -> TrainingSetup:
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank
-        return one_step(mine, optimizer, batches, workload.seeded_loss, context.heartbeat.enter).item()
+        return one_step(trained, optimizer, batches, workload.seeded_loss, context.heartbeat.enter).item()
 
     _refuse_to_train_nothing(optimizer)
-    return TrainingSetup(mine.model, optimizer, train_step)
+    return TrainingSetup(trained.model, optimizer, train_step)
 
 
 def _refuse_to_train_nothing(optimizer: torch.optim.Optimizer) -> None:
@@ -181,19 +191,29 @@ def _refuse_to_train_nothing(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _dtypes(spec: EngineChoice) -> dict[str, torch.dtype]:
-    """What all engines call these dtypes: bf16 computes and gathers in bfloat16, and reduces in float32."""
-    return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if spec.precision == "bf16" else {}
+    """Return the dtypes by the names of all engines: bf16 computes and gathers in bfloat16, and reduces in float32."""
+    if spec.precision != "bf16":
+        return {}
+    return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
+    offload = OffloadPolicy()
+    if spec.offload == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     sharded = shard_model(
-        model, spec.strategy, units=as_argument(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
-        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)), offload_policy=offload,
-        checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
-    )  # fmt: skip
+        model,
+        spec.strategy,
+        units=as_argument(units_of(spec, model, workload).modules),
+        mesh=_mesh(spec, device),
+        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
+        offload_policy=offload,
+        checkpoint=spec.checkpoint,
+        prefetch=spec.prefetch,
+        transport=spec.transport,
+    )
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)
@@ -205,22 +225,26 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) 
 
 
 def units_of(spec: Sharding, model: nn.Module, workload: Task) -> Units:
-    """The modules below the root that are units of the run."""
+    """Return the modules below the root that are units of the run."""
     if spec.units == "model":
         return Units([], "The whole model is one unit, as asked.")
     if spec.units == "linear":
         return of_classes(model, (nn.Linear,))
-    return workload.found_units(model) if spec.units in UNITS else named_class(model, spec.units)
+    if spec.units in UNITS:
+        return workload.found_units(model)
+    return named_class(model, spec.units)
 
 
 def as_argument(modules: Sequence[nn.Module]) -> Literal["root"] | Callable[[str, nn.Module], bool]:
-    """The `units` argument of `shard_model`."""
+    """Return the `units` argument of `shard_model`."""
     chosen = {id(module) for module in modules}
-    return (lambda _, module: id(module) in chosen) if chosen else "root"
+    if not chosen:
+        return "root"
+    return lambda _, module: id(module) in chosen
 
 
 def _mesh(spec: Sharding, device: torch.device) -> DeviceMesh:
-    """All ranks in a line; for a strategy with groups, replicas x ranks of a shard group."""
+    """Place all ranks in a line; for a strategy with groups, replicas x ranks of a shard group."""
     if not spec.row.in_groups:
         return init_device_mesh(device.type, (dist.get_world_size(),))
     replicas = dist.get_world_size() // spec.shard_size
@@ -232,13 +256,18 @@ def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) 
 
     shown = Tried(unused=False, changes_buffers=False)  # a preset uses all of its parameters
     if workload.draws:
-        shown = tried(model, workload, micro_batches(spec, workload, 0, dist.get_rank(), device)[0], device)
-    seen = _Autocast(model, device.type) if spec.precision == "bf16" else model
-    replicated = DistributedDataParallel(
-        seen, device_ids=None if device.type == "cpu" else [device.index], find_unused_parameters=shown.unused
-    )
+        first_batch = micro_batches(spec, workload, 0, dist.get_rank(), device)[0]
+        shown = tried(model, workload, first_batch, device)
+    if spec.precision == "bf16":
+        model = _Autocast(model, device.type)
+    device_ids = None if device.type == "cpu" else [device.index]
+    replicated = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=shown.unused)
+
+    def accumulate(last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else replicated.no_sync()
+
     notes = (_DDP_BUFFERS,) if shown.changes_buffers else ()
-    return Held(replicated, lambda last: nullcontext() if last else replicated.no_sync(), notes)
+    return Held(replicated, accumulate, notes)
 
 
 def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
@@ -246,11 +275,17 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     units = {id(module) for module in units_of(spec, model, workload).modules}
+    mixed = None
+    if spec.precision == "bf16":
+        mixed = MixedPrecision(**_dtypes(spec))
     sharded = FullyShardedDataParallel(
-        model, sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
-        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units), device_id=device, use_orig_params=True,
-        mixed_precision=MixedPrecision(**_dtypes(spec)) if spec.precision == "bf16" else None,
-    )  # fmt: skip
+        model,
+        sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        device_id=device,
+        use_orig_params=True,
+        mixed_precision=mixed,
+    )
     return Held(sharded)
 
 
@@ -258,21 +293,26 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     shard = partial(
-        fully_shard, mesh=_mesh(spec, device), mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
+        fully_shard,
+        mesh=_mesh(spec, device),
+        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
-    )  # fmt: skip
+    )
     for module in units_of(spec, model, workload).modules:
         shard(module)
     return Held(shard(model))
 
 
 def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Task) -> TrainingSetup:
-    seen = _CastParameters(model) if spec.precision == "bf16" else model
+    computing = _CastParameters(model) if spec.precision == "bf16" else model
+    threads = 1
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
-    spread = context.device.type == "cpu" and not (spec.memory or workload.draws) and hasattr(os, "sched_getaffinity")
+    in_order = spec.memory or workload.draws
+    if context.device.type == "cpu" and not in_order and hasattr(os, "sched_getaffinity"):
+        threads = min(spec.world_size, len(os.sched_getaffinity(0)))
     buffers = BuffersByRank(model) if workload.draws else None
-    replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1, buffers)
+    replay = SideBySide(computing, threads, buffers)
     optimizer = optimizer_of(spec, model, workload)
 
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
@@ -291,9 +331,8 @@ def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: 
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
     stage = int(spec.engine.removeprefix("deepspeed-"))
-    return TrainingSetup(
-        *deepspeed_setup(stage, spec, context, model, optimizer_of(spec, model, workload), workload.seeded_loss)
-    )
+    optimizer = optimizer_of(spec, model, workload)
+    return TrainingSetup(*deepspeed_setup(stage, spec, context, model, optimizer, workload.seeded_loss))
 
 
 class _Autocast(nn.Module):
@@ -322,20 +361,27 @@ class _CastParameters(nn.Module):
 
 
 def in_bf16(*values: Any) -> Any:
-    """The values with all floating-point tensors in them cast to bfloat16, as sharding engines cast a unit's inputs."""
-    return tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, values)
+    """Cast all floating-point tensors in the values to bfloat16, as sharding engines cast a unit's inputs."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, values)
 
 
 _HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Task], Held]] = {
-    "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
-}  # fmt: skip
+    "lab": _lab,
+    "torch-ddp": _ddp,
+    "torch-fsdp1": _fsdp1,
+    "torch-fsdp2": _fsdp2,
+}
 
 
 # ---- what ranks look at before an engine takes a model of one's own: equal weights, unused parameters, its facts
 
 
 def facts_of(model: nn.Module, workload: Task, units: Units) -> dict[str, Any]:
-    """The model as the record keeps it: its parameters, its units, and what is said of it."""
+    """Describe the model as the record keeps it: its parameters, its units, and what is said of it."""
     return {
         "parameters": parameters_in([model]),
         "units": words_of(units.modules) or "the whole model",
@@ -344,10 +390,13 @@ def facts_of(model: nn.Module, workload: Task, units: Units) -> dict[str, Any]:
 
 
 def check_equal(model: nn.Module, device: torch.device) -> None:
-    """ModelError on every rank unless all of them have built the same values: engines send slices, and none checks."""
-    text = "".join(f"{name} {tuple(each.shape)} {_sum(each)};" for name, each in model.state_dict().items())
-    mine = zlib.crc32(text.encode())
-    bounds = torch.tensor([mine, -mine], device=device)
+    """Raise ModelError on every rank unless all of them have built the same values: no engine checks that."""
+    text = ""
+    for name, value in model.state_dict().items():
+        text += f"{name} {tuple(value.shape)} {_sum(value)};"
+    checksum = zlib.crc32(text.encode())
+    # the largest checksum and the negative of the smallest one: they add up to 0 where all are equal
+    bounds = torch.tensor([checksum, -checksum], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     if bounds[0] != -bounds[1]:
         raise ModelError(
@@ -357,7 +406,9 @@ def check_equal(model: nn.Module, device: torch.device) -> None:
 
 
 def _sum(value: Any) -> float:
-    return value.detach().abs().double().sum().item() if isinstance(value, torch.Tensor) and value.numel() else 0.0
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return 0.0
+    return value.detach().abs().double().sum().item()
 
 
 class Tried(NamedTuple):
@@ -368,19 +419,23 @@ class Tried(NamedTuple):
 
 
 def tried(model: nn.Module, workload: Task, drawn: Any, device: torch.device) -> Tried:
-    """What DDP must be told before it takes the model, which afterwards is as it was, its buffers too."""
-    kept = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    for module, name, buffer in kept:
+    """Find out what DDP must be told before it takes the model, which afterwards is as it was, its buffers too."""
+    before = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            before.append((module, name, buffer))
+    for module, name, buffer in before:
         module._buffers[name] = None if buffer is None else buffer.clone()
     workload.seeded_loss(model, drawn).backward()
-    unused = any(each.grad is None for each in model.parameters() if each.requires_grad)
-    changed = any(_differ(module._buffers[name], buffer) for module, name, buffer in kept)
+    unused = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
+    changed = any(_differ(module._buffers[name], buffer) for module, name, buffer in before)
     model.zero_grad(set_to_none=True)
-    for module, name, buffer in kept:
+    for module, name, buffer in before:
         module._buffers[name] = buffer
-    found = torch.tensor([unused, changed], dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return Tried(*map(bool, found.tolist()))
+    # what happens on one rank counts for all of them
+    on_any = torch.tensor([unused, changed], dtype=torch.int64, device=device)
+    dist.all_reduce(on_any, dist.ReduceOp.MAX)
+    return Tried(*map(bool, on_any.tolist()))
 
 
 def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -393,46 +448,51 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def optimizer_of(spec: RunSpec, model: nn.Module, workload: Task, engine: str = "") -> torch.optim.Optimizer:
-    """The workload's own optimizer, or that of `spec`, on parameters as an engine (that of `spec`) holds them."""
+    """Make the workload's own optimizer, or that of `spec`, on parameters as an engine (that of `spec`) holds them."""
     engine = engine or spec.engine
-    own = workload.optimizer([each for each in model.parameters() if each.requires_grad])
-    if own is not None:
-        return own
+    of_workload = workload.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if of_workload is not None:
+        return of_workload
     if spec.optimizer == "muon":
         return _muon(spec, model, workload, engine)
     if spec.optimizer == "adamw-foreach":
         return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
-    sharded = engine in ("lab", "torch-fsdp2")
-    parameters = _by_block(model, workload.units(model)) if sharded else model.parameters()
+    parameters: Any = model.parameters()
+    if engine in ("lab", "torch-fsdp2"):
+        parameters = _by_block(model, workload.units(model))
     return torch.optim.AdamW(parameters, lr=spec.learning_rate, fused=True)
 
 
 def _by_block(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[dict[str, Any]]:
-    """The parameters in a group for each block and one for the rest: a first step on all of gpt-20m's DTensors at once
-    spends 0.5 s on their placements, with the square of their number; groups of like blocks share what it found.
+    """Put the parameters in a group for each block and one for the rest.
+
+    A first step on all of gpt-20m's DTensors at once spends 0.5 s on their placements, with the square of their number;
+    groups of like blocks share what it found.
     """
     groups = _blocks(model, units)
-    known = {id(parameter) for group in groups for parameter in group}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    in_blocks = {id(parameter) for group in groups for parameter in group}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in in_blocks]
     return [{"params": group} for group in (rest, *groups) if group]
 
 
 def _blocks(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[list[nn.Parameter]]:
-    """The parameters of each block; those of a block inside of another are the outer one's."""
+    """Return the parameters of each block; those of a block inside of another are the outer one's."""
     taken: set[int] = set()
     groups = []
     for module in model.modules():
         if isinstance(module, units):
-            groups.append([each for each in module.parameters() if id(each) not in taken])
-            taken |= {id(each) for each in module.parameters()}
+            groups.append([parameter for parameter in module.parameters() if id(parameter) not in taken])
+            taken |= {id(parameter) for parameter in module.parameters()}
     return groups
 
 
 def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch.optim.Optimizer:
-    """Muon of the matrices in units, AdamW of all else. Muon's updates have the size of AdamW's, so one learning rate
-    fits both (Liu et al. 2025, arXiv 2502.16982).
+    """Make Muon of the matrices in units, and AdamW of all else. Muon's updates have the size of AdamW's, so one
+    learning rate fits both (Liu et al. 2025, arXiv 2502.16982).
     """
-    matrices = [p for block in _blocks(model, workload.units(model)) for p in block if p.ndim == 2]
+    matrices: list[nn.Parameter] = []
+    for block in _blocks(model, workload.units(model)):
+        matrices += [parameter for parameter in block if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     muon = torch.optim.Muon(matrices, lr=spec.learning_rate, adjust_lr_fn="match_rms_adamw")
@@ -445,7 +505,7 @@ def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers of different parameters as one object, whose groups and state are theirs."""
+    """Joins several optimizers of different parameters into one, whose groups and state are theirs."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -454,7 +514,7 @@ class Together(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of each; none of them takes a closure."""
+        """Step each of them; none takes a closure."""
         assert closure is None, "a closure would be run by every part"
         for part in self._parts:
             part.step()

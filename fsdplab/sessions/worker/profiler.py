@@ -1,4 +1,4 @@
-"""Rank side of a profile: PyTorch's profiler around the steps after the timed ones, one gzipped trace a rank.
+"""Profiles the steps after the timed ones on each rank with PyTorch's profiler, into one gzipped trace a rank.
 
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
 the record. On CUDA the profiler has one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads
@@ -38,12 +38,12 @@ class StepProfiler:
         self._mark: dict[str, str] = {"torch": torch.__version__}
 
     def begin(self, link: str | None) -> None:
-        """The next step is the profiler's first. The trace will say that `link`, if there is one, was emulated."""
+        """Profile from the next step on. The trace will say that `link`, if there is one, was emulated."""
         self._mark |= {"link": link} if link else {}
         self._profile.start()
 
     def step_done(self, seconds: float) -> None:
-        """A step has ended after `seconds`."""
+        """Go to the next step, after one that took `seconds`."""
         self.seconds.append(seconds)
         if len(self.seconds) == self._warmup + 1:  # the profiler takes it only while it records
             self._profile.add_metadata_json(MARK, json.dumps(self._mark))
@@ -62,7 +62,7 @@ class StepProfiler:
 
 
 def _actions(kept_from: int, end: int) -> Callable[[int], ProfilerAction]:
-    """A schedule for the profiler. (`torch.profiler.schedule` prints a warning where there is no warm-up.)"""
+    """Return a schedule for the profiler. (`torch.profiler.schedule` prints a warning where there is no warm-up.)"""
 
     def action(step: int) -> ProfilerAction:
         if step >= end:
@@ -91,7 +91,7 @@ class UnitStateLog:
 
 
 def written_memory(timeline: MemoryTimeline, rank: int, step: int) -> dict[str, Any]:
-    """What a rank writes of its measured step: bytes, and the rows of the table `memory`."""
+    """Return what a rank writes of its measured step: bytes, and the rows of the table `memory`."""
     where = {"rank": rank, "step": step}
     rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
     return {

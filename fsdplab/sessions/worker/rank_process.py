@@ -1,4 +1,4 @@
-"""The start and the end of every rank process.
+"""Starts and ends every rank process.
 
 It ends with its parent, reports to the mailbox, dumps its stack on request, joins the process group, and records a
 failure. A rank never cleans up after a failure: its peers may be gone, and waiting for them would hang the run.
@@ -52,7 +52,7 @@ class RankContext:
     issued: list[tuple[str, int]] | None = None
 
     def note_collective(self, name: str, nbytes: int) -> None:
-        """A collective is about to be issued."""
+        """Note a collective that is about to be issued."""
         if self.issued is not None:
             self.issued.append((name, nbytes))
         self.heartbeat.issue(f"{name} of {nbytes} bytes" if nbytes else name)
@@ -70,9 +70,12 @@ class RankContext:
 
 @contextmanager
 def rank_process(
-    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False,
+    folder: str,
+    backend: str = "gloo",
+    device: str | None = None,
+    keep_issued: bool = False,
     traceback_of: Callable[[BaseException], str] = of_exception,
-) -> Iterator[RankContext]:  # fmt: skip
+) -> Iterator[RankContext]:
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
@@ -81,13 +84,17 @@ def rank_process(
     of the exception that ends the rank.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
-    mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mailbox = Mailbox(Path(folder))
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    if not device:
+        device = "cuda" if backend == "nccl" else "cpu"
     print_into(mailbox.of(rank, "out"), mailbox.of(rank, "err"))
     _answer_when_asked(mailbox, rank)
     context = RankContext(
         rank,
         world_size,
-        _own_device(device or ("cuda" if backend == "nccl" else "cpu")),
+        _own_device(device),
         mailbox,
         HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank),
         [] if keep_issued else None,
@@ -107,16 +114,19 @@ def rank_process(
 
 
 def backend_of_cells(world_size: int) -> str:
-    """The backend of ranks that run somebody's own code: gloo, and NCCL for tensors of GPUs where each rank has one.
+    """Return the backend of ranks that run somebody's own code: gloo, and NCCL for tensors of GPUs where each rank has
+    one.
 
     Where ranks share a GPU, gloo carries its tensors too. No CUDA context is made.
     """
-    one_each = 0 < world_size <= torch.cuda.device_count() and dist.is_nccl_available()
-    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
+    a_gpu_each = 0 < world_size <= torch.cuda.device_count()
+    if a_gpu_each and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
 
 
 def _known(backend: str) -> str:
-    """The backend's name, which torch knows by now."""
+    """Return the backend's name, which torch knows from now on."""
     if backend != "shm":
         return backend
     # imports torch's FSDP, a second that a cold rank of a learner's function need not take
@@ -141,9 +151,13 @@ def _wait_for_peers(store: dist.Store, world_size: int) -> None:
 
 
 def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
-    """Arguments of the rendezvous: a file of the run's folder for forked ranks (no port), else torchrun's address."""
+    """Return the arguments of the rendezvous: a file of the run's folder for forked ranks (no port), else none, as
+    torchrun has set its address.
+    """
     path = os.environ.get(RANKS_STORE)
-    return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size} if path else {}
+    if not path:
+        return {}
+    return {"store": dist.FileStore(path, world_size), "rank": rank, "world_size": world_size}
 
 
 def _own_device(kind: str) -> torch.device:
@@ -160,9 +174,10 @@ def _own_device(kind: str) -> torch.device:
     try:
         torch.cuda.set_device(own)
     except RuntimeError as error:  # another process has taken its memory, or the GPU itself
-        said = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         sys.exit(
-            f"{own} cannot be used ({said}); nvidia-smi shows the processes that use it, CUDA_VISIBLE_DEVICES hides it"
+            f"{own} cannot be used ({reason}); nvidia-smi shows the processes that use it, CUDA_VISIBLE_DEVICES hides"
+            " it"
         )
     return own
 
@@ -172,8 +187,10 @@ def _gpu_of_this_rank() -> torch.device:
 
 
 def _hide_the_gpus() -> None:
-    """Without this, an optimizer's first step makes a CUDA context on GPU 0, also for parameters on the CPU: 400 MB a
-    rank, and an error where the compute mode lets one process use a GPU.
+    """Hide the GPUs from this process.
+
+    Else an optimizer's first step makes a CUDA context on GPU 0, also for parameters on the CPU: 400 MB a rank, and an
+    error where the compute mode lets one process use a GPU.
     """
     if torch.backends.cuda.is_built():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -189,9 +206,11 @@ def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
 def _leave_note_and_end(context: RankContext, error: BaseException, text: str) -> None:
     note = {
         "kind": "diverged" if isinstance(error, Diverged) else "raised",
-        "error": headline(error) + _why_no_kernel(error), "traceback": text, "time": time.time(),
+        "error": headline(error) + _why_no_kernel(error),
+        "traceback": text,
+        "time": time.time(),
         "at": asdict(context.heartbeat.last()),
-    }  # fmt: skip
+    }
     with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
         context.write("failure", note)
         sys.stderr.write(text or f"{headline(error)}\n")
@@ -199,8 +218,11 @@ def _leave_note_and_end(context: RankContext, error: BaseException, text: str) -
 
 
 def _why_no_kernel(error: BaseException) -> str:
-    """What to do where this torch was built without kernels for the GPU; "" for other errors."""
+    """Say what to do where this torch was built without kernels for the GPU; "" for other errors."""
     if "no kernel image is available" not in str(error):
         return ""
-    why = kernel_complaint(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
-    return f": {why}" if why else ""
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    complaint = kernel_complaint(name, capability, torch.cuda.get_arch_list())
+    if not complaint:
+        return ""
+    return f": {complaint}"

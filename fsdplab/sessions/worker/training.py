@@ -1,4 +1,4 @@
-"""The work of each rank of a run: build, train, measure, report.
+"""Runs the work of each rank: build, train, measure, report.
 
     main(FOLDER)      called by launch/program.py
 
@@ -46,8 +46,8 @@ def main(folder: str, build_setup: Build = build) -> None:
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
     os.environ |= nccl_variables(spec)
-    told = of_own_code if spec.own_model else of_exception
-    with rank_process(folder, spec.backend, spec.device_type, traceback_of=told) as context:
+    traceback_of = of_own_code if spec.own_model else of_exception
+    with rank_process(folder, spec.backend, spec.device_type, traceback_of=traceback_of) as context:
         if context.rank == 0:
             context.write("environment", capture_environment(spec.device_type) | carrier(spec) | how_started())
         context.heartbeat.enter("build")
@@ -55,18 +55,18 @@ def main(folder: str, build_setup: Build = build) -> None:
 
 
 def how_started() -> dict[str, str]:
-    """How this rank was started, and why it was not forked, where it was to be if possible.
-
-    Only forked ranks use a file for rendezvous.
-    """
-    if os.environ.get(RANKS_STORE):
+    """Return how this rank was started, and why it was not forked, where it was to be if possible."""
+    if os.environ.get(RANKS_STORE):  # only forked ranks use a file for rendezvous
         return {"start": "warm"}
+    started = {"start": "torchrun"}
     not_forked = os.environ.get(NOT_FORKED)
-    return {"start": "torchrun", **({"not_forked": not_forked} if not_forked else {})}
+    if not_forked:
+        started["not_forked"] = not_forked
+    return started
 
 
 class Ledger:
-    """The record's table `ledger`: every collective of a run, written to the rank's file after each step.
+    """Writes the record's table `ledger`, every collective of a run, to the rank's file after each step.
 
     A long run has hundreds of thousands of rows, so a rank holds those of the latest step only, and those of the steps
     for which `keep(step)` is true, which the analysis of its traces needs.
@@ -79,11 +79,11 @@ class Ledger:
         self.kept: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """A collective has ended."""
+        """Note a collective that has ended."""
         self._unwritten.append(row)
 
     def write(self) -> None:
-        """A step has ended: write its rows."""
+        """Write the rows of a step that has ended."""
         self.of_step, self._unwritten = self._unwritten, []
         self.kept += [row for row in self.of_step if self._keep(row["step"])]
         if self.of_step:
@@ -91,10 +91,11 @@ class Ledger:
 
 
 class Training:
-    """One rank's run, from its text to its results."""
+    """Trains one rank's run, from its text to its results."""
 
     def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
-        self.spec, self.context = spec, context
+        self.spec = spec
+        self.context = context
         if spec.memory or spec.profile:
             prepare_profiler(context.device)
         self.turns = OwnTurns(context.mailbox, context.rank, context.heartbeat)
@@ -102,8 +103,10 @@ class Training:
         self.tags = TagLog() if spec.memory else None
         self.workload = workload_of(spec)
         self.setup = build_setup(spec, context)
-        self.network, self.unit_states = EmulatedNetwork(spec, context), profiler.UnitStateLog(context.rank)
-        self.profiler, self.core_waits = None, EMPTY
+        self.network = EmulatedNetwork(spec, context)
+        self.unit_states = profiler.UnitStateLog(context.rank)
+        self.core_waits = EMPTY
+        self.profiler = None
         if spec.profile and spec.engine != "twin":
             self.profiler = profiler.StepProfiler(spec.profile, spec.profiler_warmup, context.device)
 
@@ -121,12 +124,15 @@ class Training:
         self.ledger.write()
         result = {"life": self.unit_states.rows, "profiled_s": profiled, "link": self.network.as_dict()}
         self.context.write("result", result)
-        for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            waits = self.core_waits if kind == TRACE else EMPTY
-            leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
+        if profiled:
+            mailbox, rank = self.context.mailbox, self.context.rank
+            leave_analysis(mailbox, rank, TRACE, self.ledger.kept, self.core_waits)
+            leave_analysis(mailbox, rank, MEMORY_TRACE, self.ledger.kept, EMPTY)
 
     def _is_traced(self, step: int) -> bool:
-        return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
+        if not self.spec.profile:
+            return False
+        return step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps
 
     def _warm_up(self) -> MemoryTimeline | None:
         timeline = None
@@ -140,7 +146,7 @@ class Training:
         return timeline
 
     def _timed_and_profiled_steps(self) -> list[float]:
-        """Train the timed steps, each in its turn, and then the profiled ones; the seconds of these."""
+        """Train the timed steps, each in its turn, and then the profiled ones; return the seconds of these."""
         for step in range(self.spec.untimed, self.spec.untimed + self.spec.steps):
             self.turns.wait()
             self._step(step, timed=True)
@@ -148,22 +154,25 @@ class Training:
         return self._profiled_steps()
 
     def _profiled_steps(self) -> list[float]:
-        """Train under the profiler and save its trace; the seconds of the steps in it. The twin only trains: its losses
-        are compared.
+        """Train under the profiler, save its trace, and return the seconds of the steps in it. The twin only trains:
+        its losses are compared.
         """
         first = self.spec.untimed + self.spec.steps
         if self.profiler is None:
             for step in range(first, self.spec.total_steps):
                 self._step(step, timed=False)
             return []
-        self.profiler.begin((self.network.as_dict() or {}).get("name"))
+        network = self.network.as_dict() or {}
+        self.profiler.begin(network.get("name"))
         waits = CoreWaitLog()
-        unwatch = events.watch_edges(waits.note) if self.spec.engine == "lab" else lambda: None
-        for step in range(first, self.spec.total_steps):
-            self.unit_states.step = step if step >= first + self.spec.profiler_warmup else None
-            self.profiler.step_done(self._step(step, timed=False))
+        with ExitStack() as after:
+            if self.spec.engine == "lab":
+                after.callback(events.watch_edges(waits.note))
+            for step in range(first, self.spec.total_steps):
+                if step >= first + self.spec.profiler_warmup:
+                    self.unit_states.step = step
+                self.profiler.step_done(self._step(step, timed=False))
         self.unit_states.step = None
-        unwatch()
         self.core_waits = waits.close()
         return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))
 
@@ -175,9 +184,11 @@ class Training:
             self._tell_of_the_model(batches)
         loading = time.perf_counter() - asked
         with around:
-            before, start = core_time(), time.perf_counter()
+            before = core_time()
+            start = time.perf_counter()
             loss = self.setup.train_step(batches)
-            seconds, after = time.perf_counter() - start, core_time()
+            seconds = time.perf_counter() - start
+            after = core_time()
         events.flush()
         self.ledger.write()
         tokens = self._sum(self.workload.tokens, batches)
@@ -197,17 +208,29 @@ class Training:
         return seconds
 
     def _tell_of_the_model(self, batches: Sequence[Sequence[Any]]) -> None:
-        """What a model of one's own turned out to be, for the record."""
+        """Write what a user's own model turned out to be, for the record."""
         if not self.spec.own_model:
             return
         source = source_of(self.spec.model)
-        told = {"name": source.name, "kind": source.kind, "digest": source.digest, **self.setup.facts}
-        self.context.write("workload", {**told, "samples": self._sum(self.workload.samples, batches)})
+        workload = {
+            "name": source.name,
+            "kind": source.kind,
+            "digest": source.digest,
+            **self.setup.facts,
+            "samples": self._sum(self.workload.samples, batches),
+        }
+        self.context.write("workload", workload)
 
     def _sum(self, count: Callable[[Any], int | None], batches_by_rank: Sequence[Sequence[Any]]) -> int | None:
-        counts = [count(batch) for batches in batches_by_rank for batch in batches]
-        known = [each for each in counts if each is not None]
-        return sum(known) if len(known) == len(counts) else None
+        """Sum a count over all batches; None where it is not known of one."""
+        total = 0
+        for batches in batches_by_rank:
+            for batch in batches:
+                counted = count(batch)
+                if counted is None:
+                    return None
+                total += counted
+        return total
 
     @property
     def _remedy(self) -> str:
@@ -216,13 +239,22 @@ class Training:
         return f"give a smaller learning_rate than {self.spec.learning_rate:g}"
 
     def _measured_step(self, step: int) -> MemoryTimeline:
+        """Train a step while its memory is recorded."""
+        trace, snapshot = None, None
+        if self.spec.profile:
+            trace = self.context.mailbox.of(self.context.rank, MEMORY_TRACE)
+            snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz")
         recorder = MemoryRecorder(
-            model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
-            tags=self.tags, ignore=self.workload.data(), offloaded=self.spec.offload != "none",
-            save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
-        )  # fmt: skip
+            model=self.setup.model,
+            optimizer=self.setup.optimizer,
+            engine=self.spec.engine,
+            device=self.context.device,
+            tags=self.tags,
+            ignore=self.workload.data(),
+            offloaded=self.spec.offload != "none",
+            save_trace=trace,
+        )
         around = ExitStack()
-        snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz") if self.spec.profile else None
         around.enter_context(memory_snapshot(snapshot, self.context.device))
         around.enter_context(recorder)
         around.enter_context(torch.profiler.record_function(f"{profiler.RANGE}{step}"))
@@ -234,9 +266,11 @@ class Training:
         return recorder.timeline
 
     def _batches(self, step: int) -> list[list[Any]]:
-        """The micro-batches of each rank that this process plays."""
-        played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.context.rank]
-        return [micro_batches(self.spec, self.workload, step, rank, self.context.device) for rank in played]
+        """Draw the micro-batches of each rank that this process plays."""
+        ranks: Sequence[int] = [self.context.rank]
+        if self.spec.engine == "twin":
+            ranks = range(self.spec.world_size)
+        return [micro_batches(self.spec, self.workload, step, rank, self.context.device) for rank in ranks]
 
     def _on_event(self, event: events.Event) -> None:
         if not isinstance(event, events.Collective):

@@ -1,4 +1,4 @@
-"""The rank that the warm starter forks before it says that it is ready: it does what every rank must be able to do."""
+"""Tries what every rank must be able to do: the warm starter forks this rank before it reports that it is ready."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def _cuda_is_spoilt() -> bool:
-    """Whether this process was forked from one that has used CUDA; neither torch nor the driver says so before the
-    fork.
+    """Return whether this process was forked from one that has used CUDA; neither torch nor the driver says so before
+    the fork.
 
     It does not start the driver: one that nobody has loaded is as good as new.
     """

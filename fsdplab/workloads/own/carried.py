@@ -1,4 +1,4 @@
-"""A workload of a notebook, carried to ranks: one file of functions and classes, written by this process alone.
+"""Carries a notebook's workload to ranks: one file of functions and classes, written by this process alone.
 
 What is defined in `__main__` (a cell, a script) goes by value, what comes from modules by reference, so that edits on
 disk count; ranks get this process's sys.path and the sources of cells, which tracebacks show. Such a file runs code
@@ -39,7 +39,8 @@ _saved: WeakKeyDictionary[Workload, str] = WeakKeyDictionary()
 
 
 def saved(workload: Workload) -> str:
-    """The path of a file from which ranks read the workload, written when first asked for: the model of a `RunSpec`.
+    """Return the path of a file from which ranks read the workload, written when first asked for: the model of a
+    `RunSpec`.
 
     ModelError where a part of it cannot be sent.
     """
@@ -59,7 +60,9 @@ def _written(workload: Workload) -> str:
             RuntimeWarning,
             stacklevel=2,
         )
-    whole = pickle.dumps({"path": [each or os.getcwd() for each in sys.path], "cells": _cells(), "dump": dump})
+    # an empty entry is the folder of this process, which ranks do not start in
+    search_path = [entry or os.getcwd() for entry in sys.path]
+    whole = pickle.dumps({"path": search_path, "cells": _cells(), "dump": dump})
     digest = hashlib.blake2b(_cloudpickle().dumps(content), digest_size=8).hexdigest()  # without the names of cells
     path = folder_of_this_process() / f"{_in_a_file_name(workload.name)}-{digest}{CARRIED}"
     write_whole(path.with_suffix(".txt"), _sources(workload))
@@ -69,11 +72,11 @@ def _written(workload: Workload) -> str:
 
 @cache
 def workload_from(path: Path) -> Workload:
-    """The workload that a file of `saved` holds, made once a process."""
+    """Read the workload that a file of `saved` holds, once a process."""
     _cloudpickle()
     try:
         whole = pickle.loads(path.read_bytes())
-        sys.path += [each for each in whole["path"] if each not in sys.path]
+        sys.path += [entry for entry in whole["path"] if entry not in sys.path]
         for name, source in whole["cells"].items():
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         content = pickle.loads(whole["dump"])
@@ -86,12 +89,15 @@ def workload_from(path: Path) -> Workload:
 
 
 def _dumped(content: dict[str, Any]) -> bytes:
-    """All of it at once, so that a class that two functions use stays one class."""
+    """Dump all of it at once, so that a class that two functions use stays one class."""
     try:
         return _with_file_names(content)
     except Exception as error:  # whatever an object's own pickling raises
-        parts = {**content["functions"], "units": content["units"]}
-        culprit = next((name for name, part in parts.items() if not _can_be_sent(part)), "the workload")
+        culprit = "the workload"
+        for name, part in {**content["functions"], "units": content["units"]}.items():
+            if not _can_be_sent(part):
+                culprit = name
+                break
         raise ModelError(
             f"{culprit} cannot be sent to ranks: {type(error).__name__}: {error}; make files, locks, generators and"
             " compiled functions inside of it, where each rank makes its own"
@@ -99,11 +105,15 @@ def _dumped(content: dict[str, Any]) -> bytes:
 
 
 def _with_file_names(value: Any) -> bytes:
-    """A dump in which code keeps the name of its file, which cloudpickle leaves out: tracebacks show its lines."""
+    """Dump a value whose code keeps the name of its file, which cloudpickle leaves out: tracebacks show its lines."""
     plain = _cloudpickle().Pickler
-    reduced = plain.dispatch_table[CodeType]
-    own = {CodeType: lambda code: (_code_of, (code.co_filename, *reduced(code)))}
-    pickler = type("Pickler", (plain,), {"dispatch_table": ChainMap(own, plain.dispatch_table)})
+    reduce_code = plain.dispatch_table[CodeType]
+
+    def with_file_name(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+        return _code_of, (code.co_filename, *reduce_code(code))
+
+    table = ChainMap({CodeType: with_file_name}, plain.dispatch_table)
+    pickler = type("Pickler", (plain,), {"dispatch_table": table})
     file = io.BytesIO()
     pickler(file).dump(value)
     return file.getvalue()
@@ -133,19 +143,32 @@ def _cloudpickle() -> Any:
 
 
 def _cells() -> dict[str, str]:
-    """Sources of code without a file, by the name that tracebacks have."""
-    return {name: "".join(entry[2]) for name, entry in [*linecache.cache.items()] if len(entry) == 4 and not entry[1]}
+    """Return the sources of code without a file, by the name that tracebacks have."""
+    sources = {}
+    for name, entry in [*linecache.cache.items()]:
+        # (size, time of change, lines, name); the time of a file is never None
+        if len(entry) == 4 and not entry[1]:
+            sources[name] = "".join(entry[2])
+    return sources
 
 
 def _sources(workload: Workload) -> str:
-    """The text of each cell or file that the functions, and the classes of a notebook, are from."""
-    main = vars(sys.modules["__main__"]).values()
-    classes = [each for each in main if isinstance(each, type) and each.__module__ == "__main__"]
-    methods = [value for kind in (*classes, *(workload.given_units or ())) for value in vars(kind).values()]
-    codes = [getattr(inspect.unwrap(each), "__code__", None) for each in (*workload.functions.values(), *methods)]
-    files = dict.fromkeys(code.co_filename for code in codes if code is not None)
-    return "\n\n".join("".join(linecache.getlines(file)) or f"# {file}: not known" for file in files)
+    """Return the text of each cell or file that the functions, and the classes of a notebook, are from."""
+    main = [*vars(sys.modules["__main__"]).values()]
+    classes = [value for value in main if isinstance(value, type) and value.__module__ == "__main__"]
+    functions: list[Any] = [*workload.functions.values()]
+    for kind in (*classes, *(workload.given_units or ())):
+        functions += vars(kind).values()
+    files: dict[str, None] = {}
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            files[code.co_filename] = None
+    texts = ["".join(linecache.getlines(file)) or f"# {file}: not known" for file in files]
+    return "\n\n".join(texts)
 
 
 def _in_a_file_name(name: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "._ " else "_" for sign in name)[:60] or "workload"
+    """Replace the signs that a file system may refuse; 60 of them at most."""
+    signs = [sign if sign.isalnum() or sign in "._ " else "_" for sign in name]
+    return "".join(signs)[:60] or "workload"

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, from a folder or a config.json alone, that learns the lab's text.
+"""Trains a causal language model of transformers, from a folder or a config.json alone, on the lab's text.
 
 No rank ever holds all of it under an engine that shards: parameters are built on the meta device (buffers have values
 from the start), sharded, and filled one after the other. A module's parameters are made whole, with random values of
@@ -40,27 +40,37 @@ class CausalLM(ReadsText):
     built_on_meta = True
 
     def build(self, device: torch.device | str, seed: int) -> nn.Module:
-        """The model with values on `device`; on the meta device its parameters alone are there, for `fill`."""
+        """Return the model with values on `device`; on the meta device its parameters alone are there, for `fill`."""
         transformers = _transformers()
         with torch.random.fork_rng(), _parameters_on_meta(), WithoutValues(), _plainly():
-            where = self.config.parent if self.config.name == "config.json" else self.config
-            found = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
-            self._check(found)
-            model = transformers.AutoModelForCausalLM.from_config(found, trust_remote_code=False)
+            where = self.config
+            if where.name == "config.json":
+                where = where.parent
+            config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+            self._check(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.train()
-        return model if torch.device(device).type == "meta" else self.fill(model, device, seed)
+        if torch.device(device).type == "meta":
+            return model
+        return self.fill(model, device, seed)
 
     def fill(self, model: nn.Module, device: torch.device | str, seed: int) -> nn.Module:
         """Give every parameter memory on `device` and its value, whole or sharded, one module after the other."""
-        buffers = {(module, name): each for module in model.modules() for name, each in module._buffers.items()}
+        # `to_empty` loses the values of buffers, and makes several parameters of a shared one: both are restored
+        buffers = []
+        for module in model.modules():
+            for name, value in module._buffers.items():
+                buffers.append((module, name, value))
         shared = _shared_names(model)
         model.to_empty(device=device)
-        for (module, name), value in buffers.items():
+        for module, name, value in buffers:
             module._buffers[name] = None if value is None else value.to(device)
+        second_names: set[str] = set()
         for first, others in shared:
             _share(model, first, others)
+            second_names.update(others)
         with _weights_in(self.config.parent) as weights:
-            _fill(model, seed, weights, {name for _, others in shared for name in others})
+            _fill(model, seed, weights, second_names)
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -68,9 +78,10 @@ class CausalLM(ReadsText):
         return functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
 
     def found_units(self, model: nn.Module) -> Units:
-        """The blocks that transformers itself keeps whole (`_no_split_modules`), else the repeated ones."""
+        """Return the blocks that transformers itself keeps whole (`_no_split_modules`), else the repeated ones."""
         names = set(getattr(model, "_no_split_modules", None) or ())
-        modules = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+        inner = [module for module in model.modules() if module is not model]
+        modules = [module for module in inner if type(module).__name__ in names]
         if not modules:
             return repeated_block(model)
         kinds = " and ".join(sorted({type(module).__name__ for module in modules}))
@@ -82,9 +93,11 @@ class CausalLM(ReadsText):
         return [f"{self.name} has {count_words(model)}, {values}; its tokens are bytes of the text."]
 
     def _check(self, config: Any) -> None:
-        """ModelError where the text's tokens are none of the model's."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        vocabulary, longest = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+        """Raise ModelError where the model cannot take the text's tokens, or so many of them."""
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        vocabulary = getattr(config, "vocab_size", None)
+        longest = getattr(config, "max_position_embeddings", None)
         if vocabulary is not None and vocabulary < BYTE_VOCABULARY:
             raise ModelError(
                 f"{self.name} has a vocabulary of {vocabulary}, and the text's tokens are the {BYTE_VOCABULARY} bytes;"
@@ -108,21 +121,22 @@ def _transformers() -> Any:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Errors of transformers about a configuration, in one line."""
+    """Raise errors of transformers about a configuration as a ModelError of one line."""
     try:
         yield
     except (ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         if isinstance(error, ModelError):
             raise
-        said = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"transformers cannot build a causal language model of this configuration: {type(error).__name__}: {said}"
+            "transformers cannot build a causal language model of this configuration:"
+            f" {type(error).__name__}: {first_line}"
         ) from error
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules made inside are on the meta device; buffers have their values, which no rule fills in."""
+    """Put the parameters of modules made inside on the meta device; buffers keep the values that modules give them."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -138,19 +152,19 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _shared_names(model: nn.Module) -> list[tuple[str, list[str]]]:
-    """The names of each parameter that has several: the first, and the others."""
+    """Return the names of each parameter that has several: the first, and the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [(each[0], each[1:]) for each in names.values() if len(each) > 1]
+    return [(first, others) for first, *others in names.values() if others]
 
 
 def _share(model: nn.Module, first: str, others: list[str]) -> None:
-    """`to_empty` makes several of a shared parameter: make it one again."""
+    """Make the parameters of these names one again."""
     parameter = model.get_parameter(first)
     for name in others:
-        place, _, own = name.rpartition(".")
-        model.get_submodule(place)._parameters[own] = parameter
+        module_name, _, attribute = name.rpartition(".")
+        model.get_submodule(module_name)._parameters[attribute] = parameter
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -159,7 +173,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _weights_in(folder: Path) -> Iterator[Weights | None]:
-    """Reads a parameter of the folder's safetensors by its name; None where the folder has no such files."""
+    """Yield a function that reads a parameter of the folder's safetensors; None where the folder has no such files."""
     files = _weight_files(folder)
     if not files:
         yield None
@@ -167,26 +181,34 @@ def _weights_in(folder: Path) -> Iterator[Weights | None]:
     from safetensors import safe_open  # which transformers needs itself
 
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        places = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  # no dict
-        yield lambda name: places[name].get_tensor(name) if name in places else None
+        file_of = {}
+        for path in files:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118  # no dict
+                file_of[name] = file
+        yield lambda name: file_of[name].get_tensor(name) if name in file_of else None
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, seed: int, weights: Weights | None, known: set[str]) -> None:
-    """The values of all parameters; those called `known` are others' under a second name."""
+def _fill(model: nn.Module, seed: int, weights: Weights | None, second_names: set[str]) -> None:
+    """Give all parameters their values; those called `second_names` are others' under a second name."""
     missing = []
     for place, module in model.named_modules():
-        names = {
-            name: f"{place}.{name}".removeprefix(".") for name, each in module._parameters.items() if each is not None
-        }
-        own = {name: module._parameters[name] for name, whole in names.items() if whole not in known}
-        values = _initial(model, module, own, f"{seed}/{place}") if own else {}
-        for name, value in values.items():
-            stored = weights(names[name]) if weights else None
-            if weights and stored is None:
-                missing.append(names[name])
-            fill_parameter(own[name], value if stored is None else stored)
+        parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and _joined(place, name) not in second_names:
+                parameters[name] = parameter
+        if not parameters:
+            continue
+        # drawn also where the folder has weights: a module at a time needs little memory
+        for name, value in _initial(model, module, parameters, f"{seed}/{place}").items():
+            if weights:
+                stored = weights(_joined(place, name))
+                if stored is None:
+                    missing.append(_joined(place, name))
+                else:
+                    value = stored
+            fill_parameter(parameters[name], value)
     if missing:
         raise ModelError(
             f"the safetensors of the folder have no {missing[0]} and {len(missing) - 1} others that the model has;"
@@ -194,16 +216,22 @@ def _fill(model: nn.Module, seed: int, weights: Weights | None, known: set[str])
         )
 
 
-def _initial(model: Any, module: nn.Module, own: dict[str, nn.Parameter], stream: str) -> dict[str, Tensor]:
-    """Whole values of a module's own parameters by the model's rule, from a random stream that its name seeds."""
-    kept = dict(module._parameters)
+def _joined(module_name: str, name: str) -> str:
+    """Return the name of a parameter in the whole model; the root's name is empty."""
+    return f"{module_name}.{name}".removeprefix(".")
+
+
+def _initial(model: Any, module: nn.Module, parameters: dict[str, nn.Parameter], stream: str) -> dict[str, Tensor]:
+    """Draw whole values of a module's parameters by the model's rule, from a random stream that its name seeds."""
+    before = dict(module._parameters)
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(zlib.crc32(stream.encode()))
-        module._parameters.update({name: nn.Parameter(torch.zeros(each.shape)) for name, each in own.items()})
+        for name, parameter in parameters.items():
+            module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape))
         try:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
             model._init_weights(module)
-            return {name: module._parameters[name].detach() for name in own}
+            return {name: module._parameters[name].detach() for name in parameters}
         finally:
-            module._parameters.update(kept)
+            module._parameters.update(before)

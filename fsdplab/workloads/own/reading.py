@@ -1,4 +1,4 @@
-"""A Python file as a workload: it is imported once a process, and its functions are taken."""
+"""Reads a Python file as a workload: imports it once a process and takes its functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .value import Workload
 
 
 def workload_in(path: Path) -> Workload:
-    """The workload of a file with model(), batch(at), loss(model, batch); ModelError in one line where it has none."""
+    """Return the workload of a file with model(), batch(at), loss(model, batch); ModelError where it has none."""
     whole = path.expanduser().resolve()
     return _workload_in(whole, whole.stat().st_mtime_ns)
 
@@ -32,8 +32,10 @@ def _workload_in(path: Path, changed_ns: int) -> Workload:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The module of a file, which finds the modules beside it; Python's own come first, as torch imports them later."""
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"own_model_{path.stem}"
+    """Import a file, which finds the modules beside it; Python's own come first, as torch imports them later."""
+    name = path.stem
+    if not name.isidentifier() or name in sys.modules:
+        name = f"own_model_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a file that ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -49,17 +51,24 @@ def _imported(path: Path) -> ModuleType:
 
 def beside_it(folder: str) -> None:
     """Let modules of `folder` be imported, after Python's own."""
-    if folder not in sys.path:
-        library = os.path.dirname(os.__file__)
-        behind = [
-            place for place, each in enumerate(sys.path) if each in (library, os.path.join(library, "lib-dynload"))
-        ]
-        sys.path.insert(max(behind, default=-1) + 1, folder)
+    if folder in sys.path:
+        return
+    library = os.path.dirname(os.__file__)
+    of_python = (library, os.path.join(library, "lib-dynload"))
+    behind = 0
+    for place, entry in enumerate(sys.path):
+        if entry in of_python:
+            behind = place + 1
+    sys.path.insert(behind, folder)
 
 
 def where_in(path: Path, error: BaseException) -> str:
-    """`line 3, NameError: name 'x' is not defined`: the last line of the file itself that was reached."""
+    """Name the last line of the file itself that was reached: `line 3, NameError: name 'x' is not defined`."""
+    text = type(error).__name__
+    first_line = str(error).strip().partition("\n")[0]
+    if first_line:
+        text = f"{text}: {first_line}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    message = str(error).strip().partition("\n")[0]
-    said = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return f"line {lines[-1]}, {said}" if lines else said
+    if lines:
+        text = f"line {lines[-1]}, {text}"
+    return text

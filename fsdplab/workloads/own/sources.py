@@ -1,4 +1,4 @@
-"""What a `--model` names: a preset, a Python file, a folder of Hugging Face, or a file with a notebook's workload.
+"""Finds what a `--model` names: a preset, a Python file, a Hugging Face folder, or a file with a notebook's workload.
 
 Nothing here runs a user's code or imports torch: a request is checked, and a record says what was trained.
 """
@@ -32,67 +32,78 @@ class Source:
 
     @property
     def text(self) -> str:
-        """What a record keeps: the file's own text, or the sources of a notebook's functions and classes."""
-        kept = self.path.with_suffix(".txt") if self.kind == VALUE else self.path
-        return read_file(kept, _LARGEST).decode(errors="replace")
+        """Read what a record keeps: the file's own text, or the sources of a notebook's functions and classes."""
+        path = self.path
+        if self.kind == VALUE:
+            path = path.with_suffix(".txt")
+        return read_file(path, _LARGEST).decode(errors="replace")
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that differ when the file does; modules that it imports have no part in them."""
+        """Return sixteen hex digits that differ when the file does; modules that it imports have no part in them."""
         if self.kind == VALUE:
             return self.path.name.removesuffix(CARRIED).rpartition("-")[2]
         return hashlib.blake2b(read_file(self.path, 10**10), digest_size=8).hexdigest()
 
 
 def is_own(model: str) -> bool:
-    """Whether `model` is somebody's own, of which no shape is known; not a preset's name."""
+    """Return whether `model` is a user's own, of which no shape is known; not a preset's name."""
     return kind_of(model) != PRESET
 
 
 def reads_text(model: str) -> bool:
-    """Whether a run's text is what the model learns: a preset's or a Hugging Face model's batches are its tokens."""
+    """Return whether the model learns a run's text: a preset's or a Hugging Face model's batches are its tokens."""
     return kind_of(model) in (PRESET, HUGGING_FACE)
 
 
 def kind_of(model: str) -> str:
-    """What `model` names, by its spelling and by what is there; a name without a suffix or a slash is a preset."""
+    """Return what `model` names, by its spelling and by what is there; a name without suffix or slash is a preset."""
     if model.endswith(".py"):
         return FILE
     if model.endswith(CARRIED):
         return VALUE
     if "\0" in model or model in SHAPES:
         return PRESET
-    return HUGGING_FACE if model.endswith(".json") or "/" in model or Path(model).is_dir() else PRESET
+    if model.endswith(".json") or "/" in model or Path(model).is_dir():
+        return HUGGING_FACE
+    return PRESET
 
 
 def source_of(model: str) -> Source:
-    """The source of a model of one's own; ModelError says in one line what is missing or wrong in its file."""
-    kind, path = kind_of(model), Path(model).expanduser()
+    """Return the source of a user's own model; ModelError says in one line what is missing or wrong in its file."""
+    kind = kind_of(model)
+    path = Path(model).expanduser()
     if kind == FILE:
         _check_python(path)
         return Source(kind, path, path.name)
-    if kind == VALUE:
-        return Source(kind, path, path.name.removesuffix(CARRIED).rpartition("-")[0])
+    if kind == VALUE:  # its file is called NAME-DIGEST.workload
+        name, _, _ = path.name.removesuffix(CARRIED).rpartition("-")
+        return Source(kind, path, name)
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(_no_config(model, path))
     _check_config(config)
-    return Source(kind, config, config.resolve().parent.name if config.name == "config.json" else config.stem)
+    name = config.stem
+    if config.name == "config.json":  # the folder is called as the model
+        name = config.resolve().parent.name
+    return Source(kind, config, name)
 
 
 def check_model(model: object) -> None:
-    """ModelError unless `model` names a preset, or a source that can be read; none of its code runs."""
+    """Raise ModelError unless `model` names a preset, or a source that can be read; none of its code runs."""
     if not isinstance(model, str):
         raise ModelError(f"model is a {type(model).__name__}; expected a preset's name, a path, or a fsdplab.Workload")
-    if not is_own(model):
-        _check_preset(model)
-    else:
+    if is_own(model):
         source_of(model)
+    else:
+        _check_preset(model)
 
 
 def name_of(model: str) -> str:
-    """What a table and a record call a model: never a path, which identifies a machine."""
-    return source_of(model).name if is_own(model) else model
+    """Return what a table and a record call a model: never a path, which identifies a machine."""
+    if is_own(model):
+        return source_of(model).name
+    return model
 
 
 def _check_preset(model: str) -> None:
@@ -105,7 +116,7 @@ def _check_preset(model: str) -> None:
 
 
 def _check_config(path: Path) -> None:
-    """ModelError unless `path` is JSON that names a model."""
+    """Raise ModelError unless `path` is JSON that names a model."""
     try:
         content = json.loads(read_file(path, _LARGEST))
     except (OSError, ValueError, RecursionError) as error:
@@ -136,12 +147,15 @@ def _check_python(path: Path) -> None:
     except ValueError as error:  # bytes that are no text
         raise ModelError(f"{path} is no Python source: {error}; {_HOW}") from None
     defined = set(_defined(tree.body))
-    if missing := [name for name in NEEDED if name not in defined and "*" not in defined]:
+    if "*" in defined:
+        return
+    missing = [name for name in NEEDED if name not in defined]
+    if missing:
         raise ModelError(f"{path} defines no {' and no '.join(missing)}{_instead(defined)}; {_HOW}")
 
 
 def _instead(defined: set[str]) -> str:
-    """What to do about a file that has its own step in place of a loss."""
+    """Say what to do about a file that has its own step in place of a loss."""
     if not defined & {"step", "training_step", "train_step"}:
         return ""
     return (
@@ -151,15 +165,15 @@ def _instead(defined: set[str]) -> str:
 
 
 def _defined(statements: list[ast.stmt]) -> list[str]:
-    """The names that a module's statements define; "*" where they import all names of another."""
-    found: list[str] = []
-    for each in statements:
-        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.append(each.name)
-        elif isinstance(each, (ast.Import, ast.ImportFrom)):
-            found += [alias.asname or alias.name for alias in each.names]
-        elif isinstance(each, (ast.If, ast.Try, ast.With)):
-            found += ["*"]  # which of its statements run is known when they do
+    """Return the names that a module's statements define; "*" where they may define any name."""
+    names: list[str] = []
+    for statement in statements:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(statement.name)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names += [alias.asname or alias.name for alias in statement.names]
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            names.append("*")  # which of its statements run is known when they do
         else:
-            found += [node.id for node in ast.walk(each) if isinstance(node, ast.Name)]
-    return found
+            names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return names

@@ -1,4 +1,4 @@
-"""A model of one's own as a value: `fsdplab.Workload(model=..., batch=..., loss=...)`, of functions and classes.
+"""Takes a user's own model as a value: `fsdplab.Workload(model=..., batch=..., loss=...)`, of functions and classes.
 
 What a run needs beside them is done here: seeds that make ranks and the twin draw equal numbers, one scalar of several
 losses, units where none are named, and errors that say what a function returned and what is expected.
@@ -48,8 +48,11 @@ class Workload(Task):
         for what, function in given.items():
             if not callable(function) or isinstance(function, nn.Module):
                 raise ModelError(f"{what} is {_kind(function)}; expected a function{_HINTS.get(what, '')}")
-        named = getattr(model, "__name__", type(model).__name__)
-        self.name = name or ("own model" if named in ("model", "<lambda>") else named)
+        if not name:
+            name = getattr(model, "__name__", type(model).__name__)
+            if name in ("model", "<lambda>"):
+                name = "own model"
+        self.name: str = name
         self.given_units = _checked_units(units)
         self._functions = given
 
@@ -62,14 +65,15 @@ class Workload(Task):
         return dict(self._functions)
 
     def build(self, device: torch.device | str, seed: int) -> nn.Module:
-        """`model()` from one seed on `device`, in the mode of training; torch's generators stay as they were."""
+        """Call `model()` from one seed on `device`, in the mode of training; torch's generators stay as they were."""
         with _seeded(seed), torch.device(device):
             built = self._functions["model"]()
         if not isinstance(built, nn.Module):
             raise ModelError(f"model() returned {_kind(built)}; expected an nn.Module")
         if not any(parameter.requires_grad for parameter in built.parameters()):
             raise ModelError("model() has no parameter that requires a gradient; expected at least one to train")
-        built = built.to(device) if torch.device(device).type != "meta" else built
+        if torch.device(device).type != "meta":
+            built = built.to(device)
         return _without_whole_compile(built).train()
 
     def batch(self, at: At) -> Any:
@@ -82,43 +86,48 @@ class Workload(Task):
         try:
             return super().seeded_loss(model, drawn)
         except RuntimeError as error:
-            if words := _left_behind(drawn, str(error)):
-                raise ModelError(words) from error
+            complaint = _on_another_device(drawn, str(error))
+            if complaint:
+                raise ModelError(complaint) from error
             raise
 
     def found_units(self, model: nn.Module) -> Units:
-        return repeated_block(model) if self.given_units is None else of_classes(model, self.given_units)
+        if self.given_units is None:
+            return repeated_block(model)
+        return of_classes(model, self.given_units)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The optimizer of one's own; None where none was given."""
+        """Make the user's own optimizer; None where none was given."""
         make = self._functions.get("optimizer")
         if make is None:
             return None
-        made = make(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
+        optimizer = make(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise ModelError(
-                f"optimizer(parameters) returned {_kind(made)}; expected one torch.optim.Optimizer: a step of several"
-                " is none that the lab trains or predicts"
+                f"optimizer(parameters) returned {_kind(optimizer)}; expected one torch.optim.Optimizer: a step of"
+                " several is none that the lab trains or predicts"
             )
-        return made
+        return optimizer
 
     def samples(self, drawn: Drawn) -> int | None:
-        """The first size of the first tensor in a batch; None where it has none."""
-        first = next((each for each in _tensors(drawn.content) if each.dim()), None)
-        return None if first is None else len(first)
+        """Return the first size of the first tensor in a batch; None where it has none."""
+        for tensor in _tensors(drawn.content):
+            if tensor.dim():
+                return len(tensor)
+        return None
 
     def notes(self, model: nn.Module) -> list[str]:
-        """What is said of a model beside its units."""
-        told = [f"{self.name} has {count_words(model)}."]
-        norms = [each for each in model.modules() if isinstance(each, _BATCH_NORM) and each.track_running_stats]
+        """Say what there is to say of a model beside its units."""
+        notes = [f"{self.name} has {count_words(model)}."]
+        norms = [module for module in model.modules() if isinstance(module, _BATCH_NORM) and module.track_running_stats]
         if norms:
-            told.append(
+            notes.append(
                 f"Running statistics of {plural(len(norms), 'batch norm')} are each rank's own, as in training without"
                 " SyncBatchNorm; the twin keeps a set for each rank."
             )
         if getattr(model, "_fsdplab_was_compiled", False):
-            told.append("torch.compile of the whole model was left out: with --compile blocks each unit is compiled.")
-        return told
+            notes.append("torch.compile of the whole model was left out: with --compile blocks each unit is compiled.")
+        return notes
 
 
 _HINTS = {
@@ -132,30 +141,34 @@ _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
 
 def one_scalar(value: Any) -> Tensor:
-    """The scalar to differentiate: the loss itself, what is called `loss` in a dict or an output, or else the sum of
-    several.
+    """Return the scalar to differentiate: the loss itself, what is called `loss` in a dict or an output, or else the
+    sum of several.
     """
-    named = value.get("loss") if isinstance(value, Mapping) else getattr(value, "loss", None)
+    if isinstance(value, Mapping):
+        named = value.get("loss")
+        value = tuple(value.values())
+    else:
+        named = getattr(value, "loss", None)
     if isinstance(named, Tensor):
         return _scalar(named)
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
     if isinstance(value, (tuple, list)) and value:
-        scalars = [_scalar(each) for each in value]
+        scalars = [_scalar(part) for part in value]
         return sum(scalars[1:], scalars[0])
     return _scalar(value)
 
 
-def _left_behind(drawn: Drawn, error: str) -> str:
-    """What to do about a batch that was not moved to the model's device, which torch's `error` is about; else ""."""
-    device = drawn.at.device
-    stayed = next((each for each in _tensors(drawn.content) if each.device.type != device.type), None)
-    if stayed is None or not ("device" in error or "Input type" in error):  # the second: of convolutions
+def _on_another_device(drawn: Drawn, error: str) -> str:
+    """Say what to do about a batch that was not moved to the model's device; "" where `error` is not about that."""
+    if not ("device" in error or "Input type" in error):  # the second: of convolutions
         return ""
-    return (
-        f"batch(at) returned {_kind(stayed)} on {stayed.device}, but at.device is {device}; expected tensors moved with"
-        " .to(at.device)"
-    )
+    device = drawn.at.device
+    for tensor in _tensors(drawn.content):
+        if tensor.device.type != device.type:
+            return (
+                f"batch(at) returned {_kind(tensor)} on {tensor.device}, but at.device is {device}; expected tensors"
+                " moved with .to(at.device)"
+            )
+    return ""
 
 
 def _scalar(value: Any) -> Tensor:
@@ -173,7 +186,7 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _kind(value: Any) -> str:
-    """`a tensor of shape [4, 2]`, `None`, `an int` or `a Net`."""
+    """Name the kind of a value: `a tensor of shape [4, 2]`, `None`, `an int` or `a Net`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     if value is None:
@@ -181,7 +194,8 @@ def _kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}"
 
 
 def _checked_units(units: Any) -> tuple[type[nn.Module], ...] | None:
@@ -191,17 +205,18 @@ def _checked_units(units: Any) -> tuple[type[nn.Module], ...] | None:
         units = [units]
     if isinstance(units, (str, Mapping)) or not isinstance(units, (Sequence, set, frozenset)):
         raise ModelError(f"units is {_kind(units)}; expected a list of module classes, such as units = [Block]")
-    for each in units:
-        if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ModelError(f"units has {_kind(each)}; expected classes of modules, such as units = [Block]")
+    for kind in units:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ModelError(f"units has {_kind(kind)}; expected classes of modules, such as units = [Block]")
     return tuple(units)
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers from one seed, and as they were afterwards."""
-    numpy = sys.modules.get("numpy")
-    before, numbers = random.getstate(), None if numpy is None else numpy.random.get_state()
+    """Seed Python's, numpy's and torch's random numbers inside; afterwards they are as they were."""
+    numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
+    of_python = random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         random.seed(seed)
@@ -210,18 +225,20 @@ def _seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(before)
+            random.setstate(of_python)
             if numpy is not None:
-                numpy.random.set_state(numbers)
+                numpy.random.set_state(of_numpy)
 
 
 def _without_whole_compile(model: nn.Module) -> nn.Module:
-    """The model without torch.compile around all of it: an engine's hooks lie between its units."""
+    """Return the model without torch.compile around all of it: an engine's hooks lie between its units."""
     plain = getattr(model, "_orig_mod", model)
-    compiled = [each for each in plain.modules() if getattr(each, "_compiled_call_impl", None) is not None]
-    for each in compiled:
-        each._compiled_call_impl = None
-    if plain is not model or compiled:
+    compiled = plain is not model
+    for module in plain.modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None
+            compiled = True
+    if compiled:
         plain._fsdplab_was_compiled = True
     return plain
 
@@ -230,8 +247,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
+        for part in value.values():
+            yield from _tensors(part)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for part in value:
+            yield from _tensors(part)
