@@ -121,6 +121,8 @@ def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningRanks:
     activity.look(read_heartbeats(mailbox, 1))
     activity.last -= 100.0
     monkeypatch.setattr(launcher, "_GRACE_S", 0.3)
+    # On a busy machine the looks themselves, of this process, would be all of the core that it could get.
+    monkeypatch.setattr(launcher, "busy_processes_per_core", lambda: 1.0)
     monkeypatch.setattr(failure_report, "ask_for_stacks", lambda *_: {0: COMPUTING})
     return RunningRanks(Watched(), mailbox, 1, 60.0, activity=activity)
 
