@@ -11,7 +11,7 @@ from fsdplab.figures import alt_text, ledger_against_formula
 from fsdplab.records.summary import Comm
 from fsdplab.sessions import Failure
 from fsdplab.teaching import one_unit, whole_model
-from fsdplab.teaching.core import cell_runs, checking, in_use, registry
+from fsdplab.teaching.core import cell_runs, checking, functions_in_use, registry
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
@@ -67,13 +67,15 @@ def test_reading_a_dropped_tensor_ends_a_process_not_the_notebook(course, capsys
 def test_the_parts_in_use_follow_the_checks(course, capsys):
     own = registry.find("05.shard").reference + "\n# mine\n"
     course.workspace.save("05.shard", own)
-    assert in_use.whose("05.shard") == "with the reference shard", "saved, but its check has not passed"
+    assert functions_in_use.whose("05.shard") == "with the reference shard", "saved, but its check has not passed"
     course.workspace.note_pass("05.shard", own)
     checking.use("05.shard", "05.unshard")
     said = capsys.readouterr().out
     assert "using your shard" in said and "using the reference unshard" in said
     assert 'HERE / "05.shard.py"' in (course.workspace.path / "in_use.py").read_text()
-    assert in_use.functions("05.shard")["shard"].__code__.co_filename == str(course.workspace.file_of("05.shard"))
+    assert functions_in_use.functions("05.shard")["shard"].__code__.co_filename == str(
+        course.workspace.file_of("05.shard")
+    )
     course.workspace.file_of("05.shard").unlink()
 
 

@@ -16,7 +16,7 @@ from fsdplab.records import RecordError
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching import hiding, overlapping, reading_choices
 from fsdplab.teaching.core import recorded as recording
-from fsdplab.teaching.core.beside import HERE, beside, busiest, why_it_differs
+from fsdplab.teaching.core.own_run import HERE, beside, busiest, why_it_differs
 from fsdplab.teaching.core.recorded import recorded
 
 pytestmark = pytest.mark.quick

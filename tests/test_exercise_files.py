@@ -14,8 +14,8 @@ from fsdplab.sessions.launch.failure_report import UNLIKE
 from fsdplab.teaching.core import answers, checking, registry
 from fsdplab.teaching.core.exercise import Choice, Question, questions_of
 from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
-from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import QuantityError, quantity
+from fsdplab.teaching.core.undefined_memory import UndefinedMemory
 
 HEAD = '''"""Twice as much
 
@@ -378,7 +378,7 @@ def test_a_message_that_is_not_waited_for_is_refused_though_the_values_are_right
 
 
 def test_memory_that_promises_nothing_holds_nonsense():
-    with NonsenseInNewMemory():
+    with UndefinedMemory():
         made = torch.empty(2), torch.ones(2).new_empty(1), torch.empty_like(torch.ones(3, dtype=torch.int64))
         whole = torch.zeros(2)
     assert made[0].isnan().all() and made[1].isnan().all() and (made[2] == 113).all() and not whole.any()

@@ -22,7 +22,7 @@ from fsdplab.recording.assemble import NothingRecorded
 from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
-from fsdplab.sessions.staying.ranks import StayingRanks
+from fsdplab.sessions.cell_ranks.ranks import StayingRanks
 
 JOBS = Path(__file__).parent / "jobs"
 ROOT = Path(__file__).parents[1]

@@ -28,10 +28,10 @@ from jupyter_client import KernelManager
 from fsdplab import teaching
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions import RanksFailed, SpecError
+from fsdplab.sessions.cell_ranks.cell_reports import CellInterrupted
+from fsdplab.sessions.cell_ranks.ranks import StayingRanks
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.mailbox import Tail
-from fsdplab.sessions.staying.cell_reports import CellInterrupted
-from fsdplab.sessions.staying.ranks import StayingRanks
 from fsdplab.teaching.core import cell_runs, course_state
 from fsdplab.teaching.core.magics import chosen_ranks
 from tests.leftovers import until
@@ -405,9 +405,9 @@ def test_a_starter_lost_while_ranks_that_stay_begin_costs_one_try(
     )
     (tmp_path / "kills.py").write_text(
         f"try:\n    exec({kills!r})\nexcept FileExistsError:\n    pass\n"
-        "import sys, time\nfrom fsdplab.sessions.staying.cell_loop import main\nmain(sys.argv[1])\n"
+        "import sys, time\nfrom fsdplab.sessions.cell_ranks.cell_loop import main\nmain(sys.argv[1])\n"
     )
-    monkeypatch.setattr("fsdplab.sessions.staying.ranks._PROGRAM", (str(tmp_path / "kills.py"),))
+    monkeypatch.setattr("fsdplab.sessions.cell_ranks.ranks._PROGRAM", (str(tmp_path / "kills.py"),))
     with pytest.warns(RuntimeWarning, match="was killed by SIGKILL.*It is tried once more"):
         ranks = StayingRanks.start(1, start)
     assert (tmp_path / "killed").exists() and heard(ranks, "rank") == [(0, "0")]
@@ -450,7 +450,7 @@ def test_output_that_cannot_be_shown_ends_the_ranks() -> None:
 @pytest.mark.parametrize(("start", "how"), [("warm", "exit"), ("torchrun", "kill")])
 def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom fsdplab.sessions.staying.ranks import StayingRanks\n"
+        "import sys\nfrom fsdplab.sessions.cell_ranks.ranks import StayingRanks\n"
         f"ranks = StayingRanks.start(2, {start!r})\nranks.run({DAEMON!r}, on_output=lambda rank, pid: print(pid))\n"
         "print(*(status.pid for status in ranks.status()), flush=True)\nsys.stdin.readline()"
     )
@@ -647,7 +647,7 @@ def test_ranks_live_and_end_with_their_kernel(tmp_path: Path) -> None:
         assert (
             "The cell was interrupted" in interrupted
             and "time.sleep(10_000)" in interrupted
-            and "staying/ranks.py" not in interrupted
+            and "cell_ranks/ranks.py" not in interrupted
         )
         assert sorted(kernel.run("%%ranks\nrank").splitlines()) == ["[rank 0] 0", "[rank 1] 1"], (
             "the kernel and its ranks live on"

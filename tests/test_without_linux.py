@@ -117,7 +117,7 @@ def test_a_comparison_on_a_text_agrees_with_the_twin(tmp_path: Path) -> None:
 
 CELLS = """
 import os, signal
-from fsdplab.sessions.staying.ranks import StayingRanks
+from fsdplab.sessions.cell_ranks.ranks import StayingRanks
 ranks = StayingRanks.start(2)
 ranks.run("import torch, torch.distributed as dist; here = torch.ones(1) * rank")
 ranks.run("dist.all_reduce(here); print(int(here))")
@@ -182,7 +182,7 @@ def test_plans_and_records_are_there(tmp_path: Path) -> None:
 
 
 CELLS_REFUSED = """
-from fsdplab.sessions.staying.ranks import StayingRanks
+from fsdplab.sessions.cell_ranks.ranks import StayingRanks
 try:
     StayingRanks.start(2)
 except ValueError as error:

@@ -39,7 +39,7 @@ _SOURCES = {
     "on_a_gpu": "core.on_a_gpu",
     "recorded": "core.recorded",
     "picture": "slides",
-    "beside": "core.beside",
+    "beside": "core.own_run",
     "Exercise": "core.exercise_file",
     "Question": "core.exercise",
     "Choice": "core.exercise",

@@ -28,7 +28,7 @@ Frames = list[traceback.FrameSummary]
 _SCAFFOLDING = (
     "/fsdplab/sessions/worker/collective_hooks.py",
     "/fsdplab/sessions/remote_call.py",
-    "/fsdplab/sessions/staying/cell_loop.py",
+    "/fsdplab/sessions/cell_ranks/cell_loop.py",
     "/fsdplab/sessions/launch/starter.py",
     "/fsdplab/sessions/launch/program.py",
     "/c10d_logger.py",

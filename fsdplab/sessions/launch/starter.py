@@ -56,7 +56,7 @@ RANK_SIDE = (
     "fsdplab.sessions.worker.training",
     "fsdplab.sessions.remote_call",
     "fsdplab.sessions.worker.trial",
-    "fsdplab.sessions.staying.cell_loop",
+    "fsdplab.sessions.cell_ranks.cell_loop",
     "fsdplab.sessions.bench_engines",
     "fsdplab.workloads.moe",
     "fsdplab.workloads.parallel",

@@ -19,9 +19,9 @@ import torch
 
 from fsdplab.common.words import plural
 from fsdplab.sessions import RanksFailed, call_on_ranks
+from fsdplab.sessions.cell_ranks.cell_loop import FRESH_TITLE, show_source
+from fsdplab.sessions.cell_ranks.ranks import StayingRanks, print_labelled
 from fsdplab.sessions.spec import SpecError
-from fsdplab.sessions.staying.cell_loop import FRESH_TITLE, show_source
-from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 
 from .course_state import current
 from .exercise_file import Exercise

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.sessions.staying.cell_loop import FRESH_TITLE, cell_namespace, given_names, run_source
+from fsdplab.sessions.cell_ranks.cell_loop import FRESH_TITLE, cell_namespace, given_names, run_source
 from fsdplab.teaching.core import exercise_file
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import plain
+from fsdplab.teaching.core.undefined_memory import UndefinedMemory
 from fsdplab.teaching.core.verdicts import first_difference
 from fsdplab.teaching.core.workspace import Workspace, load_function
 
@@ -66,7 +66,7 @@ def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program: dict[str, Any]) -> dict[str, Any]:
     """Run one case of a program on this rank, with nonsense in memory that nobody has filled."""
-    with NonsenseInNewMemory():
+    with UndefinedMemory():
         seen = _run_case(observed, (given,), {"time_limit": program["time_limit"], "path": program["solution"]})
     return {"case": name, "nothing": observed.nothing, **seen}
 

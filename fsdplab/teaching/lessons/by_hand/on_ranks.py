@@ -24,7 +24,7 @@ from fsdplab.engine.compat import local_of
 from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.in_use import function_of, stub_of
+from fsdplab.teaching.core.functions_in_use import function_of, stub_of
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 

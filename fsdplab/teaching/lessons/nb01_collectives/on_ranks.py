@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdplab.engine import compat
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.in_use import function_of
+from fsdplab.teaching.core.functions_in_use import function_of
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:

@@ -16,7 +16,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
 from fsdplab.teaching.core.display import Table, table
-from fsdplab.teaching.core.in_use import owner
+from fsdplab.teaching.core.functions_in_use import owner
 from fsdplab.teaching.lessons.by_hand.lesson import MODEL, Faulty, Runs, trained, way
 from fsdplab.teaching.lessons.by_hand.lesson import bucket_figure as bucket_figure
 from fsdplab.workloads import build_model

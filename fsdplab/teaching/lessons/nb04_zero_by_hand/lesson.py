@@ -5,7 +5,7 @@ P is the bytes of all parameters and n the number of ranks.
 
 from __future__ import annotations
 
-from fsdplab.teaching.core.in_use import owner
+from fsdplab.teaching.core.functions_in_use import owner
 from fsdplab.teaching.lessons.by_hand.lesson import Runs, trained, way
 from fsdplab.teaching.lessons.by_hand.lesson import gradient_figure as gradient_figure
 from fsdplab.teaching.lessons.by_hand.on_ranks import SHARDING

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.in_use import functions
+from fsdplab.teaching.core.functions_in_use import functions
 
 
 def read_dropped(payload: object) -> float:

@@ -28,7 +28,7 @@ from fsdplab.teaching.core.checking import solution, use
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.display import HasTable, Table, notebook_display, present, table
 from fsdplab.teaching.core.exercise import Call
-from fsdplab.teaching.core.in_use import functions, whose
+from fsdplab.teaching.core.functions_in_use import functions, whose
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import build_model

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdplab.engine import events, shard_model
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.in_use import functions
+from fsdplab.teaching.core.functions_in_use import functions
 from fsdplab.teaching.lessons.nb06_whole_model.engine import Log, MiniFSDP, MiniUnit, Parts, Wanted
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients

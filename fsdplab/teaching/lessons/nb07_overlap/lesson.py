@@ -27,9 +27,9 @@ from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
-from fsdplab.teaching.core.beside import busiest, why_it_differs
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
+from fsdplab.teaching.core.own_run import busiest, why_it_differs
 from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import TARGET_MS, complaint

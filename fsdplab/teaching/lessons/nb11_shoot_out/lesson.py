@@ -18,8 +18,8 @@ from fsdplab.figures.view import view, views
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec, Watcher
 from fsdplab.sessions.steady_card import steady
-from fsdplab.teaching.core.beside import busiest, why_it_differs
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.own_run import busiest, why_it_differs
 from fsdplab.teaching.core.recorded import recorded as recorded_run
 
 from .on_ranks import CARD, JOB  # noqa: F401 (the notebook calls it)

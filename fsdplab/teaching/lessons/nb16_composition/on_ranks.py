@@ -26,7 +26,7 @@ from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
-from fsdplab.teaching.core.in_use import function_of
+from fsdplab.teaching.core.functions_in_use import function_of
 from fsdplab.workloads import build_model, loss_of, preset
 from fsdplab.workloads.moe import build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.parallel import build_stage

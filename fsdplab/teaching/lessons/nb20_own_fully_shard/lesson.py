@@ -15,7 +15,7 @@ from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.core.in_use import whose
+from fsdplab.teaching.core.functions_in_use import whose
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.waiting import doing

@@ -27,19 +27,19 @@ from typing import Any
 
 from fsdplab.common.processes import gone, send
 from fsdplab.common.temporary import temporary_folder
+from fsdplab.sessions.cell_ranks.cell_loop import IDLE, show_source, source_of, title
+from fsdplab.sessions.cell_ranks.cell_reports import CellInterrupted, interrupted, raised, waiting_for_ever
 from fsdplab.sessions.launch.failure_report import Failure, PostMortem, RanksFailed, ask_for_stacks, failed_first
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.mailbox import Heartbeat, LiveOutput, Mailbox, OnOutput, Tail, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
-from fsdplab.sessions.staying.cell_loop import IDLE, show_source, source_of, title
-from fsdplab.sessions.staying.cell_reports import CellInterrupted, interrupted, raised, waiting_for_ever
 from fsdplab.sessions.stopped import stopped_after, stops_in_one_line
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
-_PROGRAM = ("-m", "fsdplab.sessions.staying.cell_loop")
+_PROGRAM = ("-m", "fsdplab.sessions.cell_ranks.cell_loop")
 _numbers = itertools.count(1)  # of all cells of this process, so that titles are unique
 _STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
 _LOOK_EVERY_S = 0.02

@@ -1,4 +1,4 @@
-"""Runs cells on a rank that stays (staying/ranks.py): wait for a cell, run it with the names of the last one, report
+"""Runs cells on a rank that stays (cell_ranks/ranks.py): wait for a cell, run it with the names of the last one, report
 how it ended, wait again.
 
     main(FOLDER)    called by launch/program.py

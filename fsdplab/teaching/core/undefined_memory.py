@@ -18,8 +18,8 @@ _NUMBER = 113  # in place of a whole number
 _resize = torch.UntypedStorage.resize_
 
 
-class NonsenseInNewMemory(TorchDispatchMode):
-    """`with NonsenseInNewMemory(): torch.empty(2)` is [nan, nan]; the result of `dist.reduce` is nonsense on all ranks
+class UndefinedMemory(TorchDispatchMode):
+    """`with UndefinedMemory(): torch.empty(2)` is [nan, nan]; the result of `dist.reduce` is nonsense on all ranks
     but `dst`, and so is what a storage gains by `resize_`.
     """
 
@@ -27,7 +27,7 @@ class NonsenseInNewMemory(TorchDispatchMode):
         super().__init__()
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resize_)  # no operation that a mode sees
 
-    def __enter__(self) -> NonsenseInNewMemory:
+    def __enter__(self) -> UndefinedMemory:
         self._resizing.start()
         super().__enter__()
         return self
