@@ -55,7 +55,7 @@ FIELDS = {  # DESIGN section 6, to the letter
         "blocked_s",
     },
     "steady": {"step_time_s", "exposed_s", "overlap"},
-    "change": {"words", "gain", "peak_bytes"},
+    "change": {"words", "gain", "peak_bytes", "costs"},
     "losses": None,
     "matches_reference": None,
     "provenance": None,

@@ -60,6 +60,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "course build": (("--source", MISSING), ("--edition", "pupil")),
     "course test": ((MISSING,), ("--edition", "pupil")),
     "course site": (("--source", MISSING), (MISSING,)),
+    "course slides": (("--source", MISSING), (MISSING,)),
     "gpu-check": (("--out", FILE), ("--device", "mars")),
 }
 

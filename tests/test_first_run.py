@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import fsdplab
+from fsdplab.engine import shard
+from fsdplab.engine.core import hooks
 from fsdplab.figures.conclusion import step_sources
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import view
@@ -123,3 +125,9 @@ def test_records_of_a_comparison_show_it_beside_what_was_measured(tmp_path: Path
     assert sentence.startswith("From the run of no_shard a step of zero2 is predicted at ")
     assert "; of full_shard is predicted at" in sentence and sentence.endswith("measured 200 ms ±0.0 %.")
     assert "ms ±0.0 % (" in predicted_of(view(records[1]))
+
+
+def test_a_micro_batch_is_recorded_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine looks at what trains before its first forward; a recording has no shards to look at."""
+    monkeypatch.setitem(hooks.before_training, shard._check_first, None)  # as the first sharding does
+    assert predict(spec_of("full_shard")).peak_bytes

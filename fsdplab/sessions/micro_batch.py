@@ -220,6 +220,9 @@ class _Calls(Runtime):
         self._computing = [self.root.name]  # units whose forward or backward runs, the innermost last
         self._ends = False
 
+    def check_before_training(self, root: nn.Module) -> None:
+        """Check nothing: no ranks train here, and the units hold no shards that a check could look at."""
+
     def _note(self, method: str, unit: Unit, *options: bool) -> None:
         self.log.note(Call(method, unit.name, *options))
         if method.startswith("before"):

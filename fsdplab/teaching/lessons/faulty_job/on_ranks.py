@@ -177,7 +177,7 @@ class CallLog:
         return call
 
     def _hold(self, whole: torch.Tensor) -> None:
-        """Note the bytes of all gathered tensors that are still referred to."""
+        """Note the bytes of the unsharded parameters that are still referred to."""
         self._gathered.append(weakref.ref(whole))
         alive, nbytes = [], 0
         for ref in self._gathered:
