@@ -645,8 +645,8 @@ def test_ranks_live_and_end_with_their_kernel(tmp_path: Path) -> None:
             f"%%ranks[0]\n{SLEEP}", at=lambda text: kernel.manager.interrupt_kernel() if "asleep" in text else None
         )
         assert (
-            "The cell was interrupted" in interrupted
-            and "time.sleep(10_000)" in interrupted
+            "stopped after" in interrupted
+            and "the ranks stay, with what they hold" in interrupted
             and "cell_ranks/ranks.py" not in interrupted
         )
         assert sorted(kernel.run("%%ranks\nrank").splitlines()) == ["[rank 0] 0", "[rank 1] 1"], (
