@@ -68,27 +68,31 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_left_in_groups(root)]))
 
 
-# by version: the mount, and in a group's folder its limit, what it uses, and which of that are files read long ago
+# by version: the mount, in a group's folder its limit and what it uses, and the prefix of its sums over groups below
 _GROUPS = {
-    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+# copies of files, which the kernel drops where memory is asked for: MemAvailable counts both kinds as well
+_CACHED_FILES = ("inactive_file", "active_file")
 
 
 def _left_in_groups(root: Path) -> list[int]:
     """What each control group of this process that has a limit still allows; groups of groups count too."""
     left = []
     for version, own in _own_groups(root):
-        mount, *names = _GROUPS[version]
+        mount, limit_file, used_file, prefix = _GROUPS[version]
         for group in (own, *own.parents):
             folder = root / mount / group
             try:
-                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                limit = (folder / limit_file).read_text().strip()
+                used = int((folder / used_file).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except OSError:  # a group without a limit of its own, or outside of this container
                 continue
             if limit != "max":
-                left.append(int(limit) - int(used) + int(stat.get(names[2], 0)))
+                cached = sum(int(stat.get(prefix + name, 0)) for name in _CACHED_FILES)
+                left.append(int(limit) - used + cached)
     return left
 
 
