@@ -187,6 +187,7 @@ def test_a_room_whose_memory_is_unknown_or_too_small():
     assert small.learners == 0 and "1 of them with a core each" in small.sentence
 
 
+@pytest.mark.full("each machine of a class runs it")
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is known on Linux")
 def test_ranks_of_a_room_are_measured():
     record, room = measure_room()

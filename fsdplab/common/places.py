@@ -53,6 +53,19 @@ def _packages_of(extra: str) -> list[str]:
         wanted = requires("fsdplab") or []
     except PackageNotFoundError:  # a folder that was copied: no metadata
         wanted = []
-    parts = [each.partition(";") for each in wanted]
-    found = [name.strip() for name, _, when in parts if when.strip().replace("'", '"') == f'extra == "{extra}"']
-    return found or list(_WITHOUT_METADATA[extra])
+    return _wanted_by(extra, wanted) or list(_WITHOUT_METADATA[extra])
+
+
+def _wanted_by(extra: str, wanted: list[str]) -> list[str]:
+    """The packages of an extra, and those of the extras that it takes up: `lab` has `fsdplab[notebook]`."""
+    packages = []
+    for requirement in wanted:
+        package, _, when = requirement.partition(";")
+        package = package.strip()
+        if when.strip().replace("'", '"') != f'extra == "{extra}"':
+            continue
+        if package.startswith("fsdplab["):
+            packages += _wanted_by(package.removeprefix("fsdplab[").rstrip("]"), wanted)
+        else:
+            packages.append(package)
+    return packages
