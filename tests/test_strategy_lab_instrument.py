@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from fsdplab.figures.lab import outcomes
+from fsdplab.figures.lab.answers import Guess, Look, difference, judge, view_of
+from fsdplab.figures.lab.choices import PRESETS, Choices, check
+from fsdplab.figures.lab.outcomes import Outcome, Step, crossover, outcome
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
-from fsdplab.widgets import outcomes
-from fsdplab.widgets.answers import Guess, Look, difference, judge, view_of
-from fsdplab.widgets.choices import PRESETS, Choices, check
 from fsdplab.widgets.lab_state import LabState
-from fsdplab.widgets.outcomes import Outcome, Step, crossover, outcome
 from fsdplab.widgets.strategy_lab import Instrument, StrategyLab, changes_of, look_of
 
 pytestmark = pytest.mark.quick

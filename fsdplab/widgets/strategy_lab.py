@@ -23,6 +23,9 @@ from IPython.display import DisplayHandle, display
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
+from fsdplab.figures import lab
+from fsdplab.figures.lab.answers import Guess, Look, job_words, view_of
+from fsdplab.figures.lab.choices import CONTROLS, NO_LINK, PRESETS, RANKS, TARGETS, TUNNEL, Choices, Fixed, models_of
 from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.recording.assemble import open_record
@@ -31,22 +34,20 @@ from fsdplab.sessions.spec import STRATEGIES
 from fsdplab.sessions.stopped import RanksStopped, stopped_after
 from fsdplab.workloads.own.sources import reads_text
 
-from .answers import Guess, Look, job_words, view_of
-from .choices import CONTROLS, NO_LINK, PRESETS, RANKS, TARGETS, TUNNEL, Choices, Fixed, models_of
 from .details import PRESENTED, Details
 from .lab_state import Batch, LabState
 from .running import WAITING, Runner
 from .tabs import kept, still
 
-_HERE = Path(__file__).parent
+_SHOWN = Path(lab.__file__).parent
 ENDING_S = 10.0  # that cancelled runs may take to end
 
 
 class Instrument(anywidget.AnyWidget):
     """Controls, bars and timeline over a LabState; `measure()` is called when its button is pressed."""
 
-    _esm = _HERE / "instrument.js"
-    _css = _HERE / "instrument.css"
+    _esm = _SHOWN / "instrument.js"
+    _css = _SHOWN / "instrument.css"
     offers = traitlets.Dict().tag(sync=True)
     asked = traitlets.Dict().tag(sync=True)
     pressed = traitlets.Dict().tag(sync=True)
