@@ -10,7 +10,7 @@ import pytest
 
 from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
-from fsdplab.widgets.answers import job_words
+from fsdplab.widgets.beside_job import job_words
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import kept, still
 
