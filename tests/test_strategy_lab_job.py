@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdplab.figures.lab.answers import job_words
+from fsdplab.figures.lab.beside_job import job_words
 from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
 from fsdplab.widgets.strategy_lab import StrategyLab

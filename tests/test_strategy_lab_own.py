@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import fsdplab
-from fsdplab.figures.lab.answers import Look, view_of, what_if
+from fsdplab.figures.lab.answers import Look, view_of
 from fsdplab.figures.lab.choices import PRESETS, Choices
 from fsdplab.figures.lab.copies import copies
 from fsdplab.figures.lab.outcomes import outcome
+from fsdplab.figures.lab.what_if import what_if
 from fsdplab.planning.plan_traffic import bytes_by_axis
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
