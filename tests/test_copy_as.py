@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import fsdplab
+from fsdplab.figures.lab.choices import Choices, check
+from fsdplab.figures.lab.copies import command, copies
 from fsdplab.planning.copy_as import Sharded, accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.sessions import RunSpec
-from fsdplab.widgets.choices import Choices, check
-from fsdplab.widgets.copies import command, copies
 from fsdplab.workloads.shapes import model
 from tests.own_models import zoo
 

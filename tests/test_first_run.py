@@ -12,6 +12,7 @@ import fsdplab
 from fsdplab.engine import shard
 from fsdplab.engine.core import hooks
 from fsdplab.figures.conclusion import step_sources
+from fsdplab.figures.lab.answers import Look, view_of
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Spread, Summary
@@ -19,7 +20,6 @@ from fsdplab.records.summary import Comm, Profile
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.first_run import predict_from_the_first, step_here, why_no_base
 from fsdplab.sessions.prediction import predict
-from fsdplab.widgets.answers import Look, view_of
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.workloads.own.sources import name_of, source_of
 from tests.own_models import zoo

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
+from fsdplab.figures.lab import outcomes
+from fsdplab.figures.lab.a_beside_b import Guess, difference, judge
+from fsdplab.figures.lab.answers import Look, view_of
+from fsdplab.figures.lab.asked import changes_of, look_of
+from fsdplab.figures.lab.choices import PRESETS, Choices, check
+from fsdplab.figures.lab.outcomes import Outcome, Step, crossover, outcome
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
-from fsdplab.widgets import outcomes
-from fsdplab.widgets.answers import Guess, Look, difference, judge, view_of
-from fsdplab.widgets.choices import PRESETS, Choices, check
 from fsdplab.widgets.lab_state import LabState
-from fsdplab.widgets.outcomes import Outcome, Step, crossover, outcome
-from fsdplab.widgets.strategy_lab import Instrument, StrategyLab, changes_of, look_of
+from fsdplab.widgets.strategy_lab import Instrument, StrategyLab
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu"}
@@ -48,11 +50,12 @@ def test_an_outcome_is_the_steady_cards_step_and_the_predicted_memory() -> None:
     found, simulated = outcome(JOB), steady(JOB)
     assert found.step is not None and found.step.total == pytest.approx(simulated.summary.step_time_s.median)
     assert found.step.words == "919 ms, 65 % hidden" and round(found.peak / 1e6) == 232 and found.sent == 128944128
-    waited = sum(each[6] for each in found.blocks["messages"])
+    waited = sum(message.waited for message in found.blocks["messages"])
     assert waited == pytest.approx(found.step.exposed * 1e3, abs=0.1)
     assert sum(end - start for start, end in found.blocks["exposed"]) == pytest.approx(waited, abs=0.1)
     late = outcome(replace(JOB, prefetch=0)).blocks["messages"][2]
-    assert late[2:6] == ["blocks.1", "forward", "all-gather", "3.55 MB"] and late[7] == outcomes.CAUSES["late_start"]
+    assert late[2:6] == ("blocks.1", "forward", "all-gather", "3.55 MB")
+    assert late.cause == outcomes.CAUSES["late_start"]
 
 
 def test_what_cannot_be_simulated_says_why() -> None:

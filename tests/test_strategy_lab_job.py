@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fsdplab.figures.lab.beside_job import job_words
 from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
-from fsdplab.widgets.answers import job_words
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import kept, still
 

@@ -13,11 +13,11 @@ import pytest
 
 from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lab.choices import Choices, check
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Summary
 from fsdplab.sessions import RunSpec, Watcher
 from fsdplab.widgets import running
-from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import ANOTHER_RUNS, WAITING, Runner
 from fsdplab.widgets.strategy_lab import StrategyLab

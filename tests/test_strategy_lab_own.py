@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 import fsdplab
+from fsdplab.figures.lab.answers import Look, view_of
+from fsdplab.figures.lab.choices import PRESETS, Choices
+from fsdplab.figures.lab.copies import copies
+from fsdplab.figures.lab.outcomes import outcome
+from fsdplab.figures.lab.what_if import what_if
 from fsdplab.planning.plan_traffic import bytes_by_axis
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
 from fsdplab.sessions.recorded_model import plan_of_file, steady_work
 from fsdplab.sessions.spec import SpecError
-from fsdplab.widgets.answers import Look, view_of, what_if
-from fsdplab.widgets.choices import PRESETS, Choices
-from fsdplab.widgets.copies import copies
 from fsdplab.widgets.lab_state import LabState
-from fsdplab.widgets.outcomes import outcome
 from fsdplab.widgets.strategy_lab import Instrument, StrategyLab
 from tests.own_models import zoo
 

@@ -170,7 +170,7 @@ from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.sessions import run
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import ENGINES, RunSpec
-from fsdplab.widgets.choices import Choices, check
+from fsdplab.figures.lab.choices import Choices, check
 
 def about(strategy):
     spec = plan_spec("llama-3.1-8b", "h100", gpus=16, strategy=strategy)

@@ -14,10 +14,10 @@ import pytest
 from plotly.graph_objects import Figure
 
 from fsdplab.common.sizes import parse_card
+from fsdplab.figures.lab.choices import MODELS, TARGETS, Choices, check
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
-from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import Runner
 from fsdplab.widgets.strategy_lab import StrategyLab

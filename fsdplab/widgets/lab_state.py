@@ -19,12 +19,11 @@ from typing import Any
 
 from fsdplab.common.words import plural
 from fsdplab.figures.fastest import core_words
+from fsdplab.figures.lab.choices import PRESETS, SEQUENCE, Choices, check
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import is_own, name_of
-
-from .choices import PRESETS, SEQUENCE, Choices, check
 
 
 @dataclass

@@ -9,10 +9,9 @@ not move a control back that the reader has moved on.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,32 @@ import ipywidgets
 import traitlets
 from IPython.display import DisplayHandle, display
 
-from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
-from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
-from fsdplab.planning.links import LinkError, parse_link
+from fsdplab.figures import lab
+from fsdplab.figures.lab.answers import Look, view_of
+from fsdplab.figures.lab.asked import as_asked, bandwidth_of, changes_of, look_of
+from fsdplab.figures.lab.beside_job import job_words
+from fsdplab.figures.lab.choices import NO_LINK, PRESETS, RANKS
+from fsdplab.figures.lab.messages import AnswerTo, Progress
+from fsdplab.figures.lab.offers import offers_of
 from fsdplab.recording.assemble import open_record
 from fsdplab.records import RunRecord
-from fsdplab.sessions.spec import STRATEGIES
 from fsdplab.sessions.stopped import RanksStopped, stopped_after
-from fsdplab.workloads.own.sources import reads_text
 
-from .answers import Guess, Look, job_words, view_of
-from .choices import CONTROLS, NO_LINK, PRESETS, RANKS, TARGETS, TUNNEL, Choices, Fixed, models_of
 from .details import PRESENTED, Details
 from .lab_state import Batch, LabState
 from .running import WAITING, Runner
 from .tabs import kept, still
 
-_HERE = Path(__file__).parent
+_SHOWN = Path(lab.__file__).parent
 ENDING_S = 10.0  # that cancelled runs may take to end
 
 
 class Instrument(anywidget.AnyWidget):
     """Controls, bars and timeline over a LabState; `measure()` is called when its button is pressed."""
 
-    _esm = _HERE / "instrument.js"
-    _css = _HERE / "instrument.css"
+    _esm = _SHOWN / "instrument.js"
+    _css = _SHOWN / "instrument.css"
     offers = traitlets.Dict().tag(sync=True)
     asked = traitlets.Dict().tag(sync=True)
     pressed = traitlets.Dict().tag(sync=True)
@@ -61,7 +60,7 @@ class Instrument(anywidget.AnyWidget):
         self._state, self._measure = state, measure
         self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
-        super().__init__(offers=_offers(state.fixed))
+        super().__init__(offers=offers_of(state.fixed, WAITING))
         self.refresh()
         self.observe(self._was_asked, names="asked")
         self.observe(self._was_pressed, names="pressed")
@@ -70,104 +69,56 @@ class Instrument(anywidget.AnyWidget):
     def refresh(self) -> None:
         """Answer what is asked now, unless that was answered before, and show how the runs go on."""
         state, look, number = self._state, self.look, int(self.asked.get("n", 0))
-        wanted = (state.choices, look, len(state.records), number)
-        if wanted == self._answered:
+        question = (state.choices, look, len(state.records), number)
+        if question == self._answered:
             self.progress = self._progress()
             return
-        self._answered, view = wanted, view_of(state.choices, look, state.fixed)
-        asked = {**asdict(look), "pinned": None, "choices": asdict(state.choices), "pin": look.pinned is not None}
-        job = job_words(state.job, state.records) if state.job else ""
-        self.answer = view.answer(state.records) | {
-            "n": number, "asked": asked, "link": _rate_of(state.choices), "job": job,
-        }  # fmt: skip
+        self._answered = question
+        view = view_of(state.choices, look, state.fixed)
+        answer_to = AnswerTo(
+            n=number,
+            asked=as_asked(look, state.choices),
+            link=bandwidth_of(state.choices),
+            job=job_words(state.job, state.records) if state.job else "",
+        )
+        self.answer = {**view.answer(state.records), **answer_to}
         self.progress = self._progress()
         self.marks = view.marks()  # last, as they take longer than all else
         self.more = view.more()
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress(self) -> Progress:
         state = self._state
-        return {
-            "busy": state.busy,
-            "cancels": state.status == "running",
-            "share": 1.0 if state.status == "done" else state.share,
-            "message": state.message,
-            "alarm": state.status == "failed",
-            "what": f"Measure {plural(len(state.request.specs), 'run')}",
-        }
+        return Progress(
+            busy=state.busy,
+            cancels=state.status == "running",
+            share=1.0 if state.status == "done" else state.share,
+            message=state.message,
+            alarm=state.status == "failed",
+            what=f"Measure {plural(len(state.request.specs), 'run')}",
+        )
 
     def _was_asked(self, change: Mapping[str, Any]) -> None:
         """The page has moved a control: keep how A and B are looked at, then choose what differs."""
         asked, now = change["new"], self._state.choices
         self.look = look_of(asked, self.look, now)
         changes = changes_of(asked.get("choices", {}), now)
-        if changes.get("preset") in PRESETS:
-            a, b = PRESETS[changes["preset"]].sides
+        preset = PRESETS.get(changes.get("preset", ""))
+        if preset:
+            a, b = preset.sides
             self.look = replace(self.look, a=a, b=b)
-        self._state.choose(**changes) if changes else self.refresh()
+        if changes:
+            self._state.choose(**changes)
+        else:
+            self.refresh()
 
     def _was_pressed(self, change: Mapping[str, Any]) -> None:
-        press = {"measure": self._measure, "cancel": self._state.cancel}.get(change["new"].get("what"), self.refresh)
-        press()
-
-
-def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
-    """The choices that the page wants otherwise; another preset brings its own for all.
-
-    >>> changes_of({"prefetch": 2, "model": "gpt-20m", "colour": "red"}, Choices())
-    {'prefetch': 2}
-    """
-    preset = PRESETS.get(asked.get("preset", now.preset))
-    wanted = vars(preset.choices) if preset and preset.choices.preset != now.preset else asked
-    known = {name: wanted[name] for name in CONTROLS if name in wanted}
-    took = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
-    return {name: value for name, value in took.items() if value != getattr(now, name)}
-
-
-def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
-    """What the page looks at: strategies that do not exist are ignored, and Pin keeps the choices as they are now."""
-    sides = {side: asked[side] for side in ("a", "b") if asked.get(side) in STRATEGIES}
-    given = {name: value for name, value in dict(asked.get("guess") or {}).items() if name in Guess.__annotations__}
-    pinned = (before.pinned or now) if asked.get("pin") else None
-    return replace(before, **sides, pinned=pinned, guess=replace(Guess(), **given), more=bool(asked.get("more")))
-
-
-def _rate_of(choices: Choices) -> float | None:
-    """Bytes per second of the link, for the slider; None without one."""
-    try:
-        return parse_link(choices.link).bytes_per_s
-    except LinkError:
-        return None
-
-
-def _offers(fixed: Fixed) -> dict[str, Any]:
-    """What can be chosen, and the colours: sent once."""
-    deepspeed = importlib.util.find_spec("deepspeed") is not None
-    values = {name: [*row["values"]] for name, row in CONTROLS.items() if isinstance(row["values"], tuple)}
-    values["engines"] = [name for name in values["engines"] if deepspeed or not name.startswith("deepspeed")]
-    kinds = {name.replace("_", "-"): colour for name, colour in LANE_COLOURS.items()}
-    lanes = {"forward": "compute in forward", "backward": "compute in backward"}
-    return {
-        "presets": {
-            name: {
-                **{each: getattr(preset, each) for each in ("link_words", "links", "tokens", "sequences", "ranks")},
-                "choices": asdict(preset.choices), "models": models_of(name, fixed), "measured": not preset.gpu,
-            }
-            for name, preset in PRESETS.items()
-        },
-        "values": {**values, "as_model": TARGETS}, "wind_tunnel": TUNNEL, "waiting": WAITING,
-        # whether a slider sets the length of sequences; models whose batches no slider sets
-        "fixed": [*fixed], "own_batches": [] if reads_text(fixed.get("model", "gpt-20m")) else [models_of("laptop", fixed)[0]],
-        "categories": {row.name: row.colour for row in CATEGORY_ROWS.values()},
-        "step": [
-            ["computing", STEP_COLOURS["compute only"]], ["hidden", STEP_COLOURS["overlapped"]],
-            ["exposed", STEP_COLOURS["exposed"]], ["optimizer", LANE_COLOURS["optimizer"]],
-        ],
-        "kinds": [
-            [name, LANE_COLOURS[lane]]
-            for name, lane in {**lanes, "optimizer": "optimizer", "exposed": "exposed"}.items()
-        ] + [[name, kinds[name]] for name in ("all-gather", "reduce-scatter", "all-reduce")],
-        "lanes": kinds | {name: LANE_COLOURS[lane] for name, lane in lanes.items()},
-    }  # fmt: skip
+        pressed = change["new"].get("what")
+        if pressed == "measure":
+            self._measure()
+        elif pressed == "cancel":
+            self._state.cancel()
+        else:
+            self.refresh()
 
 
 # ---- the lab
@@ -195,8 +146,11 @@ class StrategyLab:
     ) -> None:
         if fixed is not None and not isinstance(fixed, Mapping):
             fixed, choices = None, {"model": fixed, **choices}
-        recorded = None if job is None else open_record(job)
-        self.state = LabState(fixed, **{**(choices_beside(recorded, choices) if recorded else {}), **choices})
+        recorded = None
+        if job is not None:
+            recorded = open_record(job)
+            choices = {**choices_beside(recorded, choices), **choices}
+        self.state = LabState(fixed, **choices)
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
@@ -208,8 +162,8 @@ class StrategyLab:
         self._presented = False
         self.instrument = Instrument(self.state, self.runner.start)
         self.details = Details(self.state, export_to, self._keep)
-        self.instrument.observe(lambda _: self._show_stills(), names="answer")
         self.state.subscribe(self.details.refresh)
+        self.instrument.observe(lambda _: self._show_stills(), names="answer")
         self.instrument.observe(lambda _: self._resize(), names="width")
         self.widget = ipywidgets.VBox([self.instrument, self.details.widget])
         self.widget.add_class("fsdplab-lab")
@@ -226,12 +180,13 @@ class StrategyLab:
         """
         began = time.monotonic()
         try:
-            ended = (self.state.busy or self.runner.start()) and self.runner.wait(timeout)
+            started = self.state.busy or self.runner.start()
+            ended = started and self.runner.wait(timeout)
         except KeyboardInterrupt:
             self.state.cancel()
             self.runner.wait(ENDING_S)
-            ranks = "the ranks are being ended" if self.state.busy else "the ranks have ended"
-            raise RanksStopped(stopped_after(began, ranks)) from None
+            outcome = "the ranks are being ended" if self.state.busy else "the ranks have ended"
+            raise RanksStopped(stopped_after(began, outcome)) from None
         if not ended or self.state.status == "failed":
             raise RuntimeError(self.state.message)
         return self.records
@@ -239,8 +194,12 @@ class StrategyLab:
     def present(self, on: bool = True) -> None:
         """For a projector: larger type in the instrument, table and figures; `present(False)` ends it."""
         self._presented = on
-        (self.widget.add_class if on else self.widget.remove_class)("fsdplab-present")
-        self.instrument.scale = PRESENTED if on else 1.0
+        if on:
+            self.widget.add_class("fsdplab-present")
+            self.instrument.scale = PRESENTED
+        else:
+            self.widget.remove_class("fsdplab-present")
+            self.instrument.scale = 1.0
         self._resize()
 
     def _ipython_display_(self) -> None:
@@ -266,7 +225,8 @@ class StrategyLab:
 
 def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     """The choices under which runs can be compared with a job: its ranks, and no link; {} for GPUs that are planned."""
-    preset, ranks = PRESETS.get(given.get("preset", "laptop")), job.spec["world_size"]
+    preset = PRESETS.get(given.get("preset", "laptop"))
     if preset is None or preset.gpu:
         return {}
-    return {"link": NO_LINK} | ({"ranks": ranks} if ranks in RANKS else {})
+    ranks = job.spec["world_size"]
+    return {"link": NO_LINK, "ranks": ranks} if ranks in RANKS else {"link": NO_LINK}

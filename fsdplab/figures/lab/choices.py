@@ -7,7 +7,7 @@ blames.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -50,11 +50,47 @@ Fixed = Mapping[str, Any]  # further fields of each RunSpec; `model` is a model 
 # ---- the table of choices
 
 
-def _choice(default: Any, values: Any = None, sets: str = "", note: str = "", reads: Any = None) -> Any:
-    """One choice: what it begins with, the values that are offered (or how choices and `fixed` give them), the field
-    of a RunSpec that it sets, and how a note names it. What can be typed is read by `reads`, or judged by RunSpec.
+@dataclass(frozen=True)
+class Control:
+    """What a control offers: its values, or how choices and `fixed` give them, or None where text is typed, which
+    `reads` checks or RunSpec. `sets` is the field of a RunSpec, `note` how a note names a value.
     """
-    return field(default=default, metadata={"values": values, "sets": sets, "note": note, "reads": reads})
+
+    values: Sequence[Any] | Callable[[Choices, Fixed], Sequence[Any]] | None = None
+    sets: str = ""
+    note: str = ""
+    reads: Callable[[str], object] | None = None
+
+    def offered(self, choices: Choices, fixed: Fixed) -> Sequence[Any] | None:
+        """The values that can be chosen; None where text is typed."""
+        return self.values(choices, fixed) if callable(self.values) else self.values
+
+
+def _choice(default: Any, **control: Any) -> Any:
+    """One choice: the value that it begins with, and its control."""
+    return field(default=default, metadata={"control": Control(**control)})
+
+
+def _presets(choices: Choices, fixed: Fixed) -> Sequence[str]:
+    return [*PRESETS]
+
+
+def _models(choices: Choices, fixed: Fixed) -> Sequence[str]:
+    return models_of(choices.preset, fixed)
+
+
+def _ranks(choices: Choices, fixed: Fixed) -> Sequence[int]:
+    return PRESETS[choices.preset].ranks
+
+
+def _targets(choices: Choices, fixed: Fixed) -> Sequence[str]:
+    """The models of the wind tunnel; without it the choice has no meaning, and any is right."""
+    return TARGETS if choices.link == TUNNEL else (choices.as_model,)
+
+
+def _read_link(text: str) -> None:
+    if text not in (NO_LINK, TUNNEL):
+        parse_link(text)
 
 
 @dataclass(frozen=True)
@@ -69,31 +105,29 @@ class Choices:
     ('lab',)
     """
 
-    preset: str = _choice("laptop", lambda *_: [*PRESETS], note="{}")
-    model: str = _choice("gpt-20m", lambda choices, fixed: models_of(choices.preset, fixed), "model", "{}")
-    ranks: int = _choice(2, lambda choices, _: PRESETS[choices.preset].ranks, "world_size", "{} ranks")
-    strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, STRATEGIES, "strategy")
-    engines: tuple[str, ...] = _choice(("lab",), tuple(ENGINES), "engine")
-    shard_size: int = _choice(2, RANKS, "shard_size")
-    units: str = _choice("auto", UNITS, "units", "units {}")
-    precision: str = _choice("fp32", PRECISIONS, "precision", "{}")
-    checkpoint: str = _choice("none", CHECKPOINTS, "checkpoint", "recompute {}")
-    optimizer: str = _choice("adamw", OPTIMIZERS, "optimizer", "{}")
-    prefetch: int = _choice(1, (0, 1, 2, 3, 4), "prefetch", "prefetch {}")
-    link: str = _choice("150MB/s", None, "link", "{}", reads=lambda text: text in (NO_LINK, TUNNEL) or parse_link(text))
-    tunnel: str = _choice("8xH100", None, "emulate")
-    as_model: str = _choice(
-        "llama-3.1-8b", lambda now, _: TARGETS if now.link == TUNNEL else (now.as_model,), "as_model"
-    )
-    card: str = _choice("330MB", None, "card", reads=parse_card)
-    tokens: int = _choice(256, TOKENS, "batch_size", "{} tokens")
-    sequence: int = _choice(SEQUENCE, TOKENS, "sequence_length", "sequences of {}")
-    steps: int = _choice(3, range(1, 201), "steps")
+    preset: str = _choice("laptop", values=_presets, note="{}")
+    model: str = _choice("gpt-20m", values=_models, sets="model", note="{}")
+    ranks: int = _choice(2, values=_ranks, sets="world_size", note="{} ranks")
+    strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, values=STRATEGIES, sets="strategy")
+    engines: tuple[str, ...] = _choice(("lab",), values=tuple(ENGINES), sets="engine")
+    shard_size: int = _choice(2, values=RANKS, sets="shard_size")
+    units: str = _choice("auto", values=UNITS, sets="units", note="units {}")
+    precision: str = _choice("fp32", values=PRECISIONS, sets="precision", note="{}")
+    checkpoint: str = _choice("none", values=CHECKPOINTS, sets="checkpoint", note="recompute {}")
+    optimizer: str = _choice("adamw", values=OPTIMIZERS, sets="optimizer", note="{}")
+    prefetch: int = _choice(1, values=(0, 1, 2, 3, 4), sets="prefetch", note="prefetch {}")
+    link: str = _choice("150MB/s", sets="link", note="{}", reads=_read_link)
+    tunnel: str = _choice("8xH100", sets="emulate")
+    as_model: str = _choice("llama-3.1-8b", values=_targets, sets="as_model")
+    card: str = _choice("330MB", sets="card", reads=parse_card)
+    tokens: int = _choice(256, values=TOKENS, sets="batch_size", note="{} tokens")
+    sequence: int = _choice(SEQUENCE, values=TOKENS, sets="sequence_length", note="sequences of {}")
+    steps: int = _choice(3, values=range(1, 201), sets="steps")
 
 
-CONTROLS = {each.name: each.metadata for each in fields(Choices)}
+CONTROLS: dict[str, Control] = {each.name: each.metadata["control"] for each in fields(Choices)}
 # the control that sets each field of a RunSpec
-CONTROL_OF = {row["sets"]: control for control, row in CONTROLS.items() if row["sets"]}
+CONTROL_OF = {control.sets: name for name, control in CONTROLS.items() if control.sets}
 
 
 @dataclass(frozen=True)
@@ -116,21 +150,42 @@ class Preset:
 
 
 _ON_GPUS = Choices(
-    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096, sequence=GPU_SEQUENCE,
-)  # fmt: skip
+    preset="8 x H100",
+    model="llama-3.1-8b",
+    ranks=8,
+    precision="bf16",
+    link="450GB/s",
+    card="80GiB",
+    tokens=4096,
+    sequence=GPU_SEQUENCE,
+)
 _TWO_NODES = replace(
     _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
 )
 PRESETS: dict[str, Preset] = {
-    "laptop": Preset(Choices(), "Link between the ranks", (10e6, 10e9), (32, 4096)),
+    "laptop": Preset(Choices(), link_words="Link between the ranks", links=(10e6, 10e9), tokens=(32, 4096)),
     "8 x H100": Preset(
-        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (512, 65536), (2, 4, 8), TARGETS, "h100"
+        _ON_GPUS,
+        link_words="NVLink of a GPU",
+        links=(1e9, 1e12),
+        tokens=(512, 65536),
+        sequences=(512, 65536),
+        ranks=(2, 4, 8),
+        models=TARGETS,
+        gpu="h100",
     ),
     "two nodes": Preset(
-        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (512, 65536), (16, 32), TARGETS, "h100",
+        _TWO_NODES,
+        link_words="Ethernet of a node",
+        links=(0.125e9, 400e9),
+        tokens=(512, 65536),
+        sequences=(512, 65536),
+        ranks=(16, 32),
+        models=TARGETS,
+        gpu="h100",
         sides=("full_shard", "hybrid_shard"),
     ),
-}  # fmt: skip
+}
 
 _name_of = lru_cache(maxsize=64)(name_of)  # which reads the file
 
@@ -193,12 +248,9 @@ def check(choices: Choices, fixed: Fixed | None = None) -> Request:
     {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
     """
     fixed = fixed or {}
-    names = CONTROLS if choices.preset in PRESETS else ["preset"]  # which says what the others may be
-    if errors := {name: words for name in names if (words := _wrong(name, choices, fixed))}:
+    errors = _wrong_choices(choices, fixed)
+    if errors:
         return Request(errors=errors)
-    if choices.tokens % (sequence := sequence_of(choices, fixed)):
-        words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
-        return Request(errors={"tokens": words})
     try:
         if PRESETS[choices.preset].gpu:
             return Request(tuple(_plan(choices, strategy, fixed) for strategy in choices.strategies))
@@ -211,27 +263,52 @@ def check(choices: Choices, fixed: Fixed | None = None) -> Request:
         return Request(errors={_to_blame(error, choices, fixed): str(error)})
 
 
+def _wrong_choices(choices: Choices, fixed: Fixed) -> dict[str, str]:
+    """Control -> what is wrong with its choice, as far as it can be seen before a run is made of all of them."""
+    # a preset says what the others may be
+    names = [*CONTROLS] if choices.preset in PRESETS else ["preset"]
+    errors = {}
+    for name in names:
+        words = _wrong(name, choices, fixed)
+        if words:
+            errors[name] = words
+    if errors:
+        return errors
+    sequence = sequence_of(choices, fixed)
+    if choices.tokens % sequence:
+        return {"tokens": f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"}
+    return {}
+
+
 def _wrong(name: str, choices: Choices, fixed: Fixed) -> str:
     """What is wrong with one choice, whatever the others are; or nothing."""
-    got, row = getattr(choices, name), CONTROLS[name]
-    if row["values"] is None:
-        try:
-            _ = row["reads"] and row["reads"](got)
-        except ValueError as error:
-            return str(error)
-        return ""
-    expected = row["values"](choices, fixed) if callable(row["values"]) else row["values"]
-    if got == ():
+    value, control = getattr(choices, name), CONTROLS[name]
+    expected = control.offered(choices, fixed)
+    if expected is None:
+        return _wrong_text(value, control)
+    if value == ():
         return f"nothing is chosen; expected at least one of {', '.join(expected)}"
-    several = got if isinstance(getattr(Choices, name), tuple) else (got,)
+    several = value if isinstance(getattr(Choices, name), tuple) else (value,)
+    # True and 2.0 are equal to numbers that are offered
     wrong = [each for each in several if isinstance(each, (bool, float)) or each not in expected]
     if not wrong:
         return ""
     if isinstance(expected, range):
         return f"{name} is {wrong[0]!r}; expected a whole number from {expected[0]} to {expected[-1]}"
-    words = [*map(str, expected)]
+    words = [str(each) for each in expected]
     near = near_matches(wrong[0], words) if isinstance(wrong[0], str) else ""
     return f"{name} is {wrong[0]!r}{near}; expected one of {', '.join(words)}"
+
+
+def _wrong_text(text: str, control: Control) -> str:
+    """Why a typed choice cannot be read; "" where it can, or where RunSpec reads it."""
+    if control.reads is None:
+        return ""
+    try:
+        control.reads(text)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
@@ -239,34 +316,47 @@ def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
     engines = [engine for engine in choices.engines if engine != "twin"]
     if not engines:
         return Request(errors={"engines": "the twin alone has nothing to be compared with; choose another engine too"})
+    pairs: list[tuple[str, str]] = []
+    missing: list[str] = []
     for engine in engines:
-        if not set(ENGINES[engine]) & set(choices.strategies):
-            able = f"{engine} does {' and '.join(ENGINES[engine])}, none of the chosen strategies"
-            return Request(errors={"engines": f"{able}; choose one of them, or leave the engine out"})
-    pairs = [(strategy, engine) for engine in engines for strategy in choices.strategies]
-    misses = [f"{engine} does not do {strategy}" for strategy, engine in pairs if strategy not in ENGINES[engine]]
-    able_pairs = [(strategy, engine) for strategy, engine in pairs if strategy in ENGINES[engine]]
-    able_pairs += [("full_shard", "twin")] * ("twin" in choices.engines)
-    specs = tuple(_spec(choices, strategy, engine, fixed) for strategy, engine in able_pairs)
-    return Request(specs, left_out=f"left out: {'; '.join(misses)}" if misses else "")
+        able = [strategy for strategy in choices.strategies if strategy in ENGINES[engine]]
+        if not able:
+            does = f"{engine} does {' and '.join(ENGINES[engine])}, none of the chosen strategies"
+            return Request(errors={"engines": f"{does}; choose one of them, or leave the engine out"})
+        pairs += [(strategy, engine) for strategy in able]
+        missing += [f"{engine} does not do {strategy}" for strategy in choices.strategies if strategy not in able]
+    if "twin" in choices.engines:
+        pairs.append(("full_shard", "twin"))
+    specs = tuple(_spec(choices, strategy, engine, fixed) for strategy, engine in pairs)
+    return Request(specs, left_out=f"left out: {'; '.join(missing)}" if missing else "")
 
 
 def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec:
-    tunnel, sequence, own = choices.link == TUNNEL, sequence_of(choices, fixed), own_model(choices, fixed)
-    wanted: dict[str, Any] = {name: getattr(choices, control) for name, control in CONTROL_OF.items()}
-    wanted |= {
-        "strategy": strategy, "engine": engine, "model": own or choices.model,
-        "batch_size": choices.tokens // sequence, "sequence_length": sequence, "card": parse_card(choices.card),
-        "link": None if (link := choices.link.strip()) in (NO_LINK, TUNNEL) else link,  # the tunnel sets its own
-        "shard_size": choices.shard_size if strategy in IN_GROUPS else None,
-        "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,
-    }  # fmt: skip
-    if own and not reads_text(own):  # its batches are its own
-        del wanted["batch_size"], wanted["sequence_length"]
-    wanted = {"profile": 1, **fixed, **wanted}
+    """The run of one strategy and engine: the fields that controls set, over those that are fixed for all runs."""
+    chosen: dict[str, Any] = {name: getattr(choices, control) for name, control in CONTROL_OF.items()}
+    chosen["strategy"], chosen["engine"] = strategy, engine
+    chosen["card"] = parse_card(choices.card)
+    if strategy not in IN_GROUPS:
+        chosen["shard_size"] = None
+    chosen["link"] = choices.link.strip()
+    if chosen["link"] in (NO_LINK, TUNNEL):  # the tunnel sets its own
+        chosen["link"] = None
+    if choices.link == TUNNEL:
+        chosen["emulate"] = choices.tunnel.strip()
+    else:
+        chosen["emulate"] = chosen["as_model"] = None
+    sequence = sequence_of(choices, fixed)
+    chosen["batch_size"], chosen["sequence_length"] = choices.tokens // sequence, sequence
+    own = own_model(choices, fixed)
+    if own:
+        chosen["model"] = own
+        if not reads_text(own):  # its batches are its own
+            del chosen["batch_size"], chosen["sequence_length"]
+    settings = {"profile": 1, **fixed, **chosen}
     if engine == "twin":
-        wanted = {name: value for name, value in wanted.items() if name not in _NOT_OF_THE_TWIN} | {"memory": False}
-    return RunSpec(**wanted)
+        settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_TWIN}
+        settings["memory"] = False
+    return RunSpec(**settings)
 
 
 def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
@@ -275,19 +365,27 @@ def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
         raise LinkError(f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s")
     preset = PRESETS[choices.preset]
     mesh: dict[str, Any] = {"gpus": choices.ranks, "gpus_per_node": preset.per_node, "strategy": strategy}
+    plan: PlanSpec
     if own_model(choices, fixed):
-        one = replace(choices, ranks=1, link=NO_LINK, card="none")
-        of = _spec(one, "no_shard", "lab", {**fixed, "device": "cpu"})
-        plan: PlanSpec = own_plan(of, find_gpu(preset.gpu), **mesh)
+        # a rank alone is recorded: it has no shards, link and card
+        one_rank = replace(choices, ranks=1, link=NO_LINK, card="none")
+        run = _spec(one_rank, "no_shard", "lab", {**fixed, "device": "cpu"})
+        plan = own_plan(run, find_gpu(preset.gpu), **mesh)
     else:
         sequence = sequence_of(choices, fixed)
         plan = plan_spec(
-            choices.model, preset.gpu, seq=sequence, micro_batch=choices.tokens // sequence,
-            param_dtype=choices.precision, checkpointing=choices.checkpoint, prefetch=choices.prefetch,
-            optimizer=choices.optimizer, **mesh,
-        )  # fmt: skip
-    card = parse_card(choices.card) or plan.gpu.memory_bytes
-    return at_bandwidth(replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s)
+            choices.model,
+            preset.gpu,
+            seq=sequence,
+            micro_batch=choices.tokens // sequence,
+            param_dtype=choices.precision,
+            checkpointing=choices.checkpoint,
+            prefetch=choices.prefetch,
+            optimizer=choices.optimizer,
+            **mesh,
+        )
+    gpu = replace(plan.gpu, memory_bytes=parse_card(choices.card) or plan.gpu.memory_bytes)
+    return at_bandwidth(replace(plan, gpu=gpu), parse_link(choices.link).bytes_per_s)
 
 
 def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
@@ -302,6 +400,11 @@ def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
 
 def _to_blame(error: SpecError, choices: Choices, fixed: Fixed) -> str:
     """The control of the first field to blame that is not at its default; the engines where there is none."""
-    controls = [CONTROL_OF.get(name, name) for name in error.fields if name not in {*fixed} - {"model"}]
-    moved = [name for name in controls if hasattr(choices, name) and getattr(choices, name) != getattr(Choices(), name)]
-    return moved[0] if moved else "engines"
+    no_choice = {*fixed} - {"model"}
+    for name in error.fields:
+        control = CONTROL_OF.get(name, name)
+        if name in no_choice or control not in CONTROLS:
+            continue
+        if getattr(choices, control) != getattr(Choices, control):
+            return control
+    return "engines"

@@ -33,13 +33,22 @@ def copies(run: Run) -> dict[str, str]:
 
 def sharded_of(run: Run) -> Sharded:
     """What of a run its engine's code depends on."""
+    if isinstance(run, OwnPlan):
+        return replace(of_plan(run), units=_units_of(run.of))
     if isinstance(run, PlanSpec):
-        found = of_plan(run)
-        return replace(found, units=_units_of(run.of)) if isinstance(run, OwnPlan) else found
+        return of_plan(run)
     return Sharded(
-        run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
-        run.optimizer, run.device_type, run.offload != "none",
-    )  # fmt: skip
+        strategy=run.strategy,
+        ranks=run.world_size,
+        units=_units_of(run),
+        shard_size=run.shard_size,
+        precision=run.precision,
+        checkpoint=run.checkpoint,
+        prefetch=run.prefetch,
+        optimizer=run.optimizer,
+        device=run.device_type,
+        offload=run.offload != "none",
+    )
 
 
 def _units_of(run: RunSpec) -> tuple[str, ...]:
@@ -54,22 +63,44 @@ def _units_of(run: RunSpec) -> tuple[str, ...]:
 
 def command(run: Run) -> str:
     """The command that runs or plans the same; of a workload of a notebook the call."""
-    if isinstance(run, PlanSpec):
-        own = run.of if isinstance(run, OwnPlan) else None
-        if own and (kind_of(own.model) != FILE or own.units != "auto"):
+    return _plan_command(run) if isinstance(run, PlanSpec) else _run_command(run)
+
+
+def _plan_command(plan: PlanSpec) -> str:
+    names = [*_PLANNED]
+    if isinstance(plan, OwnPlan):
+        own = plan.of
+        if kind_of(own.model) != FILE or own.units != "auto":
             return "# fsdplab plan reads a Python file, in the units that it names or that are found in it"
-        flags = {"--model": own.model if own else run.model.name, "--gpu": run.gpu.name.lower().split()[0]}
-        flags |= {flag_of(name): getattr(run, name) for name in _PLANNED if not (own and name in _OF_THE_FILE)}
-        return _line(f"fsdplab plan --strategy {run.strategy}", flags)
-    changed = {each.name: value for each in fields(run) if (value := getattr(run, each.name)) != each.default}
-    chosen = {name: value for name, value in changed.items() if name not in _NO_FLAGS} | {"profile": run.profile}
+        model = own.model
+        names = [name for name in names if name not in _OF_THE_FILE]
+    else:
+        model = plan.model.name
+    flags = {"--model": model, "--gpu": plan.gpu.name.lower().split()[0]}
+    flags |= {flag_of(name): getattr(plan, name) for name in names}
+    return _line(f"fsdplab plan --strategy {plan.strategy}", flags)
+
+
+def _run_command(run: RunSpec) -> str:
+    chosen: dict[str, Any] = {}
+    for each in fields(run):
+        value = getattr(run, each.name)
+        if value != each.default and each.name not in _NO_FLAGS:
+            chosen[each.name] = value
+    chosen["profile"] = run.profile  # also at its default: a profiled run shows more than a fast one
     if kind_of(run.model) == VALUE:
         del chosen["model"]
         settings = {"strategy": run.strategy, **chosen}
-        return f"fsdplab.run(work, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
-    given = {"--as" if name == "as_model" else f"--{name.replace('_', '-')}": each for name, each in chosen.items()}
-    return _line(f"fsdplab run {run.strategy}", given)
+        arguments = [f"{name}={value!r}" for name, value in settings.items()]
+        return f"fsdplab.run(work, {', '.join(arguments)})"
+    flags = {_run_flag(name): value for name, value in chosen.items()}
+    return _line(f"fsdplab run {run.strategy}", flags)
+
+
+def _run_flag(name: str) -> str:
+    return "--as" if name == "as_model" else f"--{name.replace('_', '-')}"
 
 
 def _line(begin: str, flags: Mapping[str, Any]) -> str:
-    return " ".join([begin, *(f"{flag} {shlex.quote(str(value))}" for flag, value in flags.items())])
+    parts = [f"{flag} {shlex.quote(str(value))}" for flag, value in flags.items()]
+    return " ".join([begin, *parts])

@@ -1,4 +1,4 @@
-// The strategy lab's instrument. The page keeps what the reader asks for; the kernel answers with plain data (answers.py),
+// The strategy lab's instrument. The page keeps what the reader asks for; the kernel answers with plain data (messages.py),
 // and this module draws it: no figure library, so that an answer is on screen some milliseconds after it came.
 
 const BUSY_AFTER_MS = 400;

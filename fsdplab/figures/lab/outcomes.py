@@ -8,7 +8,7 @@ answered within some milliseconds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -31,6 +31,7 @@ from fsdplab.sessions.steady_card import why_not_steady
 from fsdplab.workloads.own.sources import source_of
 
 from .choices import Run, at_bandwidth
+from .messages import Blocks, Computed, Sent
 
 CAUSES = {
     "late_start": "issued only when the unit is needed",
@@ -61,7 +62,9 @@ class Step:
     def words(self) -> str:
         """`919 ms, 65 % hidden`."""
         sent = self.hidden + self.exposed
-        return seconds(self.total) + (f", {percent(self.hidden / sent)} hidden" if sent else "")
+        if not sent:
+            return seconds(self.total)
+        return f"{seconds(self.total)}, {percent(self.hidden / sent)} hidden"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Outcome:
     memory: Mapping[str, int] | None
     sent: int | None
     step: Step | None
-    blocks: Mapping[str, list[list[Any]]] | None = None
+    blocks: Blocks | None = None
     why_no_memory: str = ""
 
     @property
@@ -98,7 +101,9 @@ def outcome(run: Run) -> Outcome:
 
 def run_of(run: Run) -> RunSpec | None:
     """The run itself, or that of one rank which a plan of a model of one's own is made from; None for other plans."""
-    return run.of if isinstance(run, OwnPlan) else run if isinstance(run, RunSpec) else None
+    if isinstance(run, OwnPlan):
+        return run.of
+    return run if isinstance(run, RunSpec) else None
 
 
 def recorded_model() -> Any:
@@ -110,8 +115,8 @@ def recorded_model() -> Any:
 
 def _version_of(run: Run) -> str:
     """What tells that the file of a model of one's own was edited."""
-    of = run_of(run)
-    return source_of(of.model).digest if of and of.own_model else ""
+    spec = run_of(run)
+    return source_of(spec.model).digest if spec and spec.own_model else ""
 
 
 def _on_any_card(run: Run) -> Run:
@@ -122,15 +127,15 @@ def _on_any_card(run: Run) -> Run:
 
 @lru_cache(maxsize=512)
 def _outcome(run: Run, version: str) -> Outcome:
-    work = _work_of(run)
-    queues = run.link_queues if isinstance(run, RunSpec) else 1
-    step, blocks = _step_of([*simulate_work(work, communicators=queues).logs]) if work else (None, None)
+    step, blocks = _simulated(run)
     if isinstance(run, PlanSpec):
         plan = run.plan if isinstance(run, OwnPlan) else plan_of(run)
         memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
         return Outcome(memory, sum(bytes_by_axis(plan.traffic).values()), step, blocks)
-    found = _predicted(replace(run, link="1GB/s") if run.link else run, version)  # alike behind any link
-    return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
+    if run.link:
+        run = replace(run, link="1GB/s")  # memory and messages are alike behind any link: one prediction for all
+    predicted = _predicted(run, version)
+    return Outcome(predicted.by_category, predicted.bytes_per_step, step, blocks, predicted.why_not)
 
 
 @lru_cache(maxsize=256)
@@ -149,30 +154,44 @@ def _work_of(run: Run) -> StepWork | None:
     return None if why_not_steady(run) else work_of(steady_plan_of(run), 1.0).shared(streams=False)
 
 
-def _step_of(logs: list[RankLog]) -> tuple[Step, dict[str, list[list[Any]]]]:
-    """The parts of a simulated step of its first rank, and the blocks of its timeline, in ms."""
-    tables = tables_of(logs[:1], 1, {})
+def _simulated(run: Run) -> tuple[Step, Blocks] | tuple[None, None]:
+    """The parts of a simulated step of its first rank, and the blocks of its timeline; None where it is not known."""
+    work = _work_of(run)
+    if work is None:
+        return None, None
+    queues = run.link_queues if isinstance(run, RunSpec) else 1
+    first_rank = [*simulate_work(work, communicators=queues).logs][:1]
+    tables = tables_of(first_rank, 1, {})
+    blocks = _blocks_of(tables)
+    optimizer_ms = sum(block.end - block.start for block in blocks["compute"] if block.phase == OPTIMIZER)
+    optimizer_s = optimizer_ms / 1e3
     (row,) = tables["breakdown"]
-    alone, hidden, exposed, other = (
-        row[f"{name}_ns"] / 1e9 for name in ("compute_only", "overlapped", "exposed", "other")
+    step = Step(
+        computing=row["compute_only_ns"] / 1e9 - optimizer_s,
+        hidden=row["overlapped_ns"] / 1e9,
+        exposed=row["exposed_ns"] / 1e9,
+        optimizer=optimizer_s,
+        other=row["other_ns"] / 1e9,
     )
-    causes = {(each["unit"], each["phase"], each["kind"]): each["cause"] for each in tables["exposed"]}
+    return step, blocks
 
-    def between(each: Mapping[str, Any]) -> list[Any]:
-        return [_ms(each["start_ns"]), _ms(each["end_ns"])]
 
-    lanes = {lane: [each for each in tables["timeline"] if each["lane"] == lane] for lane in ("compute", "exposed")}
-    blocks = {
-        "compute": [[*between(each), each["unit"], each["phase"]] for each in lanes["compute"]],
-        "messages": [
-            [*between(each), each["unit"], each["phase"], each["kind"].replace("_", "-"), size(each["wire_bytes"]),
-             _ms(each["waited_ns"]), CAUSES.get(causes.get((each["unit"], each["phase"], each["kind"]), ""), "")]
-            for each in tables["ledger"]
-        ],
-        "exposed": [between(each) for each in lanes["exposed"]],
-    }  # fmt: skip
-    stepping = sum(end - start for start, end, _, phase in blocks["compute"] if phase == OPTIMIZER) / 1e3
-    return Step(alone - stepping, hidden, exposed, stepping, other), blocks
+def _blocks_of(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Blocks:
+    causes = {(row["unit"], row["phase"], row["kind"]): row["cause"] for row in tables["exposed"]}
+    blocks = Blocks(compute=[], messages=[], exposed=[])
+    for row in tables["ledger"]:
+        unit, phase, kind = row["unit"], row["phase"], row["kind"]
+        cause = CAUSES.get(causes.get((unit, phase, kind), ""), "")
+        start, end, waited = _ms(row["start_ns"]), _ms(row["end_ns"]), _ms(row["waited_ns"])
+        sent = Sent(start, end, unit, phase, kind.replace("_", "-"), size(row["wire_bytes"]), waited, cause)
+        blocks["messages"].append(sent)
+    for row in tables["timeline"]:
+        start, end = _ms(row["start_ns"]), _ms(row["end_ns"])
+        if row["lane"] == "compute":
+            blocks["compute"].append(Computed(start, end, row["unit"], row["phase"]))
+        elif row["lane"] == "exposed":
+            blocks["exposed"].append((start, end))
+    return blocks
 
 
 def _ms(nanoseconds: int) -> float:
@@ -204,28 +223,40 @@ def _crossover(run: Run, ends: tuple[float, float], version: str) -> tuple[float
     work = _work_of(run)
     assert work is not None, "a run without a step has no crossover"
     program = program_of(work)
-    # of the steady card's link all is reached
-    plan, reached = (steady_plan_of(run), LINK_EFFICIENCY) if isinstance(run, RunSpec) else (run, 1.0)
+    if isinstance(run, RunSpec):
+        plan, reached = steady_plan_of(run), LINK_EFFICIENCY  # of the steady card's link all is reached
+    else:
+        plan, reached = run, 1.0
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
         linked = on_links_of(at_bandwidth(plan, bytes_per_s / reached), work)
         return _waits(simulate_program(linked, program).logs[0])
 
-    most = ceil(log(ends[1] / ends[0], 1.01))
-    rates = [ends[0] * (ends[1] / ends[0]) ** (place / most) for place in range(most + 1)]
-    place = bisect_left(rates, True, key=lambda rate: not waits(rate)[0])
-    return (rates[place], waits(rates[place])[1]) if place <= most else None
+    slowest, fastest = ends
+    steps = ceil(log(fastest / slowest, 1.01))
+    rates = [slowest * (fastest / slowest) ** (step / steps) for step in range(steps + 1)]
+    least = bisect_left(rates, True, key=lambda rate: not waits(rate)[0])
+    if least > steps:
+        return None
+    return rates[least], waits(rates[least])[1]
 
 
 def _waits(log: RankLog) -> tuple[float, float]:
     """Seconds that a rank waits between two units of a pass, and at the ends of the passes."""
-
-    def in_one_pass(before: Span, after: Span) -> bool:
-        """Both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
-        return before.phase == after.phase != OPTIMIZER and ROOT not in (before.unit, after.unit)
-
     spans = sorted(log.computed, key=lambda span: span.start)
-    gaps = [(max(0.0, after.start - before.end), in_one_pass(before, after)) for before, after in pairwise(spans)]
-    between = sum(gap for gap, same in gaps if same)
-    ends = spans[0].start + sum(gap for gap, same in gaps if not same)
-    return (between if between > 1e-6 * log.end else 0.0), ends
+    gaps_in_passes: list[float] = []
+    gaps_at_ends: list[float] = []
+    for before, after in pairwise(spans):
+        gaps = gaps_in_passes if _in_one_pass(before, after) else gaps_at_ends
+        gaps.append(max(0.0, after.start - before.end))
+    in_passes, at_ends = sum(gaps_in_passes), spans[0].start + sum(gaps_at_ends)
+    if in_passes <= 1e-6 * log.end:
+        return 0.0, at_ends  # they are rounding errors
+    return in_passes, at_ends
+
+
+def _in_one_pass(before: Span, after: Span) -> bool:
+    """Whether both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
+    if ROOT in (before.unit, after.unit):
+        return False
+    return before.phase == after.phase != OPTIMIZER

@@ -1,0 +1,106 @@
+"""Sentences on A beside B: a reader's guess beside the answer, and what B takes more or less than A."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fsdplab.common.sizes import parse_size, percent, seconds, size
+
+from .outcomes import Outcome
+
+_ALIKE = 0.02  # steps that differ by less are equally long, for a guess
+_NEAR = 0.1  # a guess of memory that is off by less is near
+LEAST = 0.005  # of a step or of the memory: less is no change
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the reader expects of A and B before the answer is shown: whose step is shorter, and what B's peak is."""
+
+    on: bool = False
+    given: bool = False
+    faster: str = ""
+    memory: str = ""
+
+
+# ---- the guess
+
+
+def guessed_bytes(memory: str, unit: str) -> int:
+    """A typed guess in bytes; a number alone is in `unit`: `guessed_bytes("180", "MB") == 180_000_000`."""
+    ends_in_a_digit = memory.strip()[-1:].isdigit()
+    return parse_size(memory + unit if ends_in_a_digit else memory)
+
+
+def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
+    """The guess beside the answer, in one line; ValueError says what a guess must be."""
+    if guess.faster not in ("A", "B", "equal"):
+        raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
+    try:
+        memory = guessed_bytes(guess.memory, unit)
+    except ValueError:
+        expected = f"expected a number of {unit}, or a size with its unit"
+        raise ValueError(f"the guess of the memory is {guess.memory!r}; {expected}") from None
+    parts = []
+    if a.step and b.step:
+        parts.append(_on_the_step(guess.faster, a.step.total, b.step.total))
+    if b.peak:
+        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({_nearness(memory, b.peak)}).")
+    return " ".join(parts)
+
+
+def _on_the_step(guessed: str, a_s: float, b_s: float) -> str:
+    shorter, longer = sorted((a_s, b_s))
+    if longer - shorter <= _ALIKE * shorter:
+        answer, words = "equal", "the steps are equally long"
+    else:
+        answer = "A" if a_s < b_s else "B"
+        words = f"{answer} has the shorter step"
+    verdict = "Right" if answer == guessed else f"You said {guessed}"
+    return f"{verdict}: {words} (A {seconds(a_s)}, B {seconds(b_s)})."
+
+
+def _nearness(guessed: int, peak: int) -> str:
+    off = guessed / peak - 1
+    if abs(off) <= _NEAR:
+        return "within 10 %"
+    return f"{percent(abs(off))} too {'much' if off > 0 else 'little'}"
+
+
+# ---- the difference
+
+
+def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = "fp32") -> str:
+    """What B takes beside A, in one sentence each on memory, step and messages."""
+    parts = []
+    if a.peak and b.peak:
+        than = "as" if a.peak == b.peak else "than"
+        amount = _beside(a.peak, b.peak, size, ("less", "more", "as much"))
+        parts.append(f"B, {names[1]}, needs {size(b.peak)} a rank, {amount} {than} A, {names[0]}.")
+    if a.step and b.step:
+        longer = _beside(a.step.total, b.step.total, seconds, ("shorter", "longer", "as long"))
+        parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
+    if a.sent and b.sent:
+        parts.append(_on_the_messages(a, b, b.sent / a.sent, precision))
+    return " ".join(parts)
+
+
+def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> str:
+    times = f"{ratio:.2g}"
+    sends = "as much" if times == "1" else f"{times} times as much"
+    if precision == "bf16" and ratio != 1:
+        sends += " (gathers in bf16, reductions in fp32)"
+    if a.step and b.step:
+        sends += f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})"
+    return f"It sends {sends}."
+
+
+def _beside(a: float, b: float, say: Callable[[float], str], words: tuple[str, str, str]) -> str:
+    """B's amount beside A's, with the words for less, more and equal: `141 MB (38 %) less`, or `as much`."""
+    less, more, equal = words
+    if a == b:
+        return equal
+    part = abs(b / a - 1)
+    share = f" ({percent(part)})" if part >= LEAST else ""
+    return f"{say(abs(b - a))}{share} {less if b < a else more}"

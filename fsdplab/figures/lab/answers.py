@@ -1,0 +1,187 @@
+"""What the instrument draws of a set of choices: the answer, the marks on the link's slider, and what is unfolded.
+
+All are functions of the choices, of what is looked at, and of the records so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplab.common.sizes import parse_card
+from fsdplab.records import RunRecord
+
+from .a_beside_b import Guess, difference, guessed_bytes, judge
+from .bars import crossover_mark, memory_title, row_of, step_title
+from .choices import CONTROLS, PRESETS, Choices, Fixed, Preset, Run, alone, check
+from .copies import copies
+from .messages import Answer, Drawn, Hidden, Mark, More, Refused, Row, Timeline
+from .outcomes import outcome, recorded_model, run_of
+from .what_if import what_if
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is looked at: the strategies A and B, the choices that A keeps while it is pinned, the guess, and whether
+    what B would gain by other choices, and B as code, are unfolded.
+    """
+
+    a: str = "no_shard"
+    b: str = "full_shard"
+    pinned: Choices | None = None
+    guess: Guess = Guess()
+    more: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of the choices: the runs by strategy, which of them are A and B, and A's own run with what it
+    differs in where it is pinned; or `errors`, one a control, where they cannot be compared.
+    """
+
+    choices: Choices
+    look: Look
+    fixed: Fixed
+    errors: Mapping[str, str]
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    a: str = ""
+    b: str = ""
+    first: Any = None  # A's run: one of `runs`, or with the choices that it was pinned with
+    note: str = ""
+
+    @property
+    def hides(self) -> bool:
+        """Whether nothing may be shown: a choice is wrong, or the answer waits for a guess."""
+        return bool(self.errors) or (self.look.guess.on and not self.look.guess.given)
+
+    @property
+    def name(self) -> str:
+        """What A is called."""
+        return f"{self.a} ({self.note})" if self.note else self.a
+
+    def answer(self, records: Sequence[RunRecord] = ()) -> Answer:
+        """Return what the instrument draws; only `errors` where a choice is wrong, and no figures while the answer
+        waits for a guess.
+        """
+        guess = self.look.guess
+        if self.errors:
+            return Refused(errors=dict(self.errors))
+        if not guess.on:
+            return self._drawn(records)
+        if not guess.given:
+            return self._hidden({})
+        try:
+            judged = judge(guess, outcome(self.first), outcome(self.runs[self.b]), self._unit)
+        except ValueError as wrong:
+            return self._hidden({"guess": str(wrong)})
+        return {**self._drawn(records), "judged": judged, "guessed": guessed_bytes(guess.memory, self._unit)}
+
+    def _hidden(self, errors: dict[str, str]) -> Hidden:
+        sides = f"A is {self.name}, B is {self.b}"
+        asks = f"Before you look: {sides}. Whose step is shorter, and how much memory does B need?"
+        return Hidden(hidden=True, errors=errors, a=self.a, b=self.b, asks=asks, unit=self._unit)
+
+    def _drawn(self, records: Sequence[RunRecord]) -> Drawn:
+        card = parse_card(self.choices.card)
+        rows = [row_of(strategy, run, card, records) for strategy, run in self.runs.items()]
+        if self.look.pinned:
+            rows = [self._pinned_row(card, records), *rows]
+        a, b = outcome(self.first), outcome(self.runs[self.b])
+        return Drawn(
+            errors={},
+            a=self.a,
+            b=self.b,
+            rows=rows,
+            card=card,
+            judged="",
+            guessed=None,
+            clock=f"simulated on {self._preset.gpu.upper() + ' GPUs' if self._preset.gpu else 'the steady card'}",
+            memory_title=memory_title(rows, card),
+            step_title=step_title(rows),
+            difference=difference(a, b, (self.name, self.b), self.choices.precision),
+            timeline=self._timeline(),
+        )
+
+    def _pinned_row(self, card: int | None, records: Sequence[RunRecord]) -> Row:
+        row = row_of(self.a, self.first, card, records)
+        row["name"] = f"{self.a} (A)"
+        row["pinned"] = True
+        row["note"] = self.note or "as it is now"
+        return row
+
+    def _timeline(self) -> list[Timeline]:
+        """The steps of A and of B, as far as they are known."""
+        lanes = []
+        for side, name, run in (("A", self.name, self.first), ("B", self.b, self.runs[self.b])):
+            step, blocks = outcome(run).step, outcome(run).blocks
+            if step and blocks:
+                lanes.append(Timeline(side=side, name=name, step=step.total * 1e3, **blocks))
+        return lanes
+
+    @property
+    def _preset(self) -> Preset:
+        return PRESETS[self.choices.preset]
+
+    @property
+    def _unit(self) -> str:
+        """The unit of a guess of memory that is a number alone."""
+        return "GB" if self._preset.gpu else "MB"
+
+    def marks(self) -> list[Mark]:
+        """Where the crossovers of A and B stand on the link's slider. They take longer than all else, so they are sent
+        after the answer.
+        """
+        if self.hides:
+            return []
+        ends = self._preset.links
+        return [crossover_mark("A", self.first, ends), crossover_mark("B", self.runs[self.b], ends)]
+
+    def more(self) -> More:
+        """What B would gain by other choices, and B as code; {} where neither is unfolded."""
+        if self.hides or not self.look.more:
+            return {}
+        changes = what_if(self.choices, self.b, self.fixed)
+        return More(b=self.b, what_if=changes, copies=copies(self.runs[self.b]))
+
+
+def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
+    """The view of choices; what the code of a model of one's own raises is one of the errors."""
+    request = check(choices, fixed)
+    if request.errors:
+        return View(choices, look, fixed, request.errors)
+    # other engines allocate and order their messages in their own way, which is not simulated
+    runs: dict[str, Run] = {run.strategy: run for run in request.runs if getattr(run, "engine", "lab") == "lab"}
+    if not runs:
+        words = "only runs of the lab's own engine are drawn here; choose it too"
+        return View(choices, look, fixed, {"engines": words})
+    strategies = [*runs]
+    why_not = _why_not_recorded(runs[strategies[0]])
+    if why_not:
+        control = "model" if choices.units == "auto" else "units"
+        return View(choices, look, fixed, {control: why_not})
+    b = look.b if look.b in runs else strategies[-1]
+    if look.pinned:
+        first, note = alone(look.pinned, look.a, fixed).runs[0], _differences(look.pinned, choices)
+        return View(choices, look, fixed, {}, runs, look.a, b, first, note)
+    a = look.a if look.a in runs else strategies[0]
+    return View(choices, look, fixed, {}, runs, a, b, runs[a])
+
+
+def _why_not_recorded(any_run: Run) -> str:
+    """Why a model of one's own cannot be recorded; "" for the others, and where it can."""
+    run = run_of(any_run)
+    if run is None or not run.own_model:
+        return ""
+    recording = recorded_model().recording_or_why(run)
+    return recording if isinstance(recording, str) else ""
+
+
+def _differences(pinned: Choices, now: Choices) -> str:
+    """The choices that were pinned with another value than now: `prefetch 1, 150MB/s`."""
+    notes = []
+    for name, value in vars(pinned).items():
+        note = CONTROLS[name].note
+        if note and value != getattr(now, name):
+            notes.append(note.format(value))
+    return ", ".join(notes)
