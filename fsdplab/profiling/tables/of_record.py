@@ -20,7 +20,7 @@ from fsdplab.profiling.tables.rates import DevicePeak, achieved, copies, rooflin
 from fsdplab.profiling.tables.table import Row, Table
 from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.traces.event_reader import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import read_all

@@ -19,7 +19,7 @@ from fsdplab.common.sizes import flops_per_s, percent, seconds, size
 from fsdplab.profiling.tables.operators import dimensions, short
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import COPY, KERNEL, Work, bytes_of, flops_of
-from fsdplab.profiling.traces.events import number_format
+from fsdplab.profiling.traces.tensor_types import number_format
 
 
 @dataclass(frozen=True)

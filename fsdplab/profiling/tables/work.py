@@ -20,9 +20,12 @@ import numpy as np
 from fsdplab.profiling.intervals import covered, pairs
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
-from fsdplab.profiling.traces.events import CONVOLUTIONS, Events, Kind, known, read_events, tensor_bytes
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.event_reader import CONVOLUTIONS, read_events
+from fsdplab.profiling.traces.events import Events, known
 from fsdplab.profiling.traces.modules import Modules
 from fsdplab.profiling.traces.segments import Segments
+from fsdplab.profiling.traces.tensor_types import tensor_bytes
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
 KINDS = (OPERATOR, KERNEL, COMMUNICATION, COPY)

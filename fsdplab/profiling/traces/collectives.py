@@ -25,9 +25,11 @@ from fsdplab.common.collectives import PEER_COPY, collective_row, kind_of
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS
-from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tensor_bytes
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range, Transfer
 from fsdplab.profiling.traces.groups import Group, Groups
 from fsdplab.profiling.traces.segments import Nest, nests
+from fsdplab.profiling.traces.tensor_types import tensor_bytes
 
 _OPENS = {
     "all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce",

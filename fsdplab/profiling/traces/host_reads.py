@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdplab.profiling.intervals import Intervals, size, union
-from fsdplab.profiling.traces.events import Events, Kind, Window
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Window
 
 # the name in the table `activities`, and the operators that it counts
 COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector_norm", "aten::norm")}

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdplab.profiling.traces.events import Events, Kind, Range
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range
 from fsdplab.profiling.traces.segments import nests
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import EMPTY, Intervals, covered, pairs, union
-from fsdplab.profiling.traces.events import Events, Kind, Range, Window
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range, Window
 
 PHASES = ("forward", "backward", "optimizer")
 _OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")

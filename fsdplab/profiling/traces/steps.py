@@ -20,7 +20,8 @@ import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals, before, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import COPIES, Events, Kind, Window
+from fsdplab.profiling.traces.event_kinds import COPIES, Kind
+from fsdplab.profiling.traces.events import Events, Window
 
 
 @dataclass(frozen=True)
