@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from IPython.display import DisplayHandle, display
 from fsdplab.common.words import plural
 from fsdplab.figures import lab
 from fsdplab.figures.lab.answers import Look, view_of
-from fsdplab.figures.lab.asked import as_asked, bandwidth_of, changes_of, look_of
+from fsdplab.figures.lab.asked import as_asked, bandwidth_of, moved
 from fsdplab.figures.lab.beside_job import job_words
 from fsdplab.figures.lab.choices import NO_LINK, PRESETS, RANKS
 from fsdplab.figures.lab.messages import AnswerTo, Progress
@@ -99,13 +98,7 @@ class Instrument(anywidget.AnyWidget):
 
     def _was_asked(self, change: Mapping[str, Any]) -> None:
         """The page has moved a control: keep how A and B are looked at, then choose what differs."""
-        asked, now = change["new"], self._state.choices
-        self.look = look_of(asked, self.look, now)
-        changes = changes_of(asked.get("choices", {}), now)
-        preset = PRESETS.get(changes.get("preset", ""))
-        if preset:
-            a, b = preset.sides
-            self.look = replace(self.look, a=a, b=b)
+        changes, self.look = moved(change["new"], self._state.choices, self.look)
         if changes:
             self._state.choose(**changes)
         else:

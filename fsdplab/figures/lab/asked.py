@@ -44,6 +44,17 @@ def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
     return replace(before, **sides, pinned=pinned, guess=guess, more=bool(asked.get("more")))
 
 
+def moved(asked: Mapping[str, Any], choices: Choices, look: Look) -> tuple[dict[str, Any], Look]:
+    """The choices that the page has changed, and what it looks at then; another preset brings its own A and B."""
+    look = look_of(asked, look, choices)
+    changes = changes_of(asked.get("choices", {}), choices)
+    preset = PRESETS.get(changes.get("preset", ""))
+    if preset:
+        a, b = preset.sides
+        look = replace(look, a=a, b=b)
+    return changes, look
+
+
 def as_asked(look: Look, choices: Choices) -> Asked:
     """What was asked for, in the page's words, as its controls show it."""
     return Asked(

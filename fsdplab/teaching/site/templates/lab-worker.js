@@ -1,0 +1,67 @@
+// The lab's Python beside the page, so that controls move while it computes. Of questions that arrive meanwhile only
+// the latest is answered; what takes longer than an answer follows when no question waits.
+let lab = null, latest = null, busy = false;
+
+// Counts what is fetched until Python is ready; Pyodide itself reports nothing.
+function counting(plain) {
+  let bytes = 0;
+  return async (...asked) => {
+    const answer = await plain(...asked);
+    if (!answer.ok || !answer.body) return answer;
+    const count = new TransformStream({ transform(piece, passed) {
+      bytes += piece.byteLength;
+      postMessage({ bytes });
+      passed.enqueue(piece);
+    } });
+    return new Response(answer.body.pipeThrough(count), { status: answer.status, headers: answer.headers });
+  };
+}
+
+async function start({ pyodide, sources }) {
+  const plain = self.fetch.bind(self);
+  self.fetch = counting(plain);
+  try {
+    const archive = fetch(sources).then((answer) => {
+      if (!answer.ok) throw new Error(`${sources}: ${answer.status}`);
+      return answer.arrayBuffer();
+    });
+    const { loadPyodide } = await import(`${pyodide}pyodide.mjs`);
+    const [python, zipped] = await Promise.all([loadPyodide({ indexURL: pyodide }), archive]);
+    python.unpackArchive(zipped, "zip");
+    lab = python.runPython("from fsdplab.figures.lab.page import PageLab\nPageLab()");
+  } finally {
+    self.fetch = plain;
+  }
+}
+
+const others = () => new Promise((done) => setTimeout(done)); // lets messages arrive that were sent meanwhile
+
+async function answerLatest() {
+  if (!lab || busy) return;
+  busy = true;
+  try {
+    while (latest !== null) {
+      const asked = latest;
+      latest = null;
+      postMessage({ values: lab.answer(asked) });
+      await others();
+      if (latest === null) postMessage({ values: lab.afterwards(), last: true });
+      await others();
+    }
+  } finally {
+    busy = false;
+  }
+}
+
+self.onmessage = async ({ data }) => {
+  try {
+    if (data.asked) latest = data.asked;
+    else {
+      await start(data);
+      postMessage({ ready: true });
+    }
+    await answerLatest();
+  } catch (error) {
+    postMessage({ failed: error.message.trim().split("\n").at(-1) });
+  }
+};
