@@ -1,6 +1,7 @@
 // The lab's Python beside the page, so that controls move while it computes. Of questions that arrive meanwhile only
-// the latest is answered; what takes longer than an answer follows when no question waits.
-let lab = null, latest = null, busy = false;
+// the latest is answered; what takes longer than an answer follows when no control has moved for a moment.
+const MOMENT_MS = 120;
+let lab = null, latest = null, busy = false, wake = null;
 
 // Counts what is fetched until Python is ready; Pyodide itself reports nothing.
 function counting(plain) {
@@ -34,7 +35,11 @@ async function start({ pyodide, sources }) {
   }
 }
 
-const others = () => new Promise((done) => setTimeout(done)); // lets messages arrive that were sent meanwhile
+// Lets questions arrive that were sent meanwhile, and ends with the first.
+const pause = (ms) => new Promise((done) => {
+  wake = done;
+  setTimeout(done, ms);
+});
 
 async function answerLatest() {
   if (!lab || busy) return;
@@ -44,9 +49,9 @@ async function answerLatest() {
       const asked = latest;
       latest = null;
       postMessage({ values: lab.answer(asked) });
-      await others();
+      await pause(MOMENT_MS);
       if (latest === null) postMessage({ values: lab.afterwards(), last: true });
-      await others();
+      await pause(0);
     }
   } finally {
     busy = false;
@@ -55,8 +60,10 @@ async function answerLatest() {
 
 self.onmessage = async ({ data }) => {
   try {
-    if (data.asked) latest = data.asked;
-    else {
+    if (data.asked) {
+      latest = data.asked;
+      wake?.();
+    } else {
       await start(data);
       postMessage({ ready: true });
     }
