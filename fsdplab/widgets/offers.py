@@ -12,8 +12,7 @@ from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
 from fsdplab.workloads.own.sources import reads_text
 
 from .choices import CONTROLS, PRESETS, TARGETS, TUNNEL, Choices, Fixed, models_of
-from .messages import Offers, PresetOffer
-from .running import WAITING
+from .messages import WAITING, Offers, PresetOffer
 
 _PASSES = {"forward": "compute in forward", "backward": "compute in backward"}  # phase -> its lane of the colours
 _SENDS = ("all-gather", "reduce-scatter", "all-reduce")

@@ -171,7 +171,9 @@ class StrategyLab:
     def records(self) -> list[RunRecord]:
         """The records of the batch that is shown, for the cells that follow."""
         batch = self.details.batch
-        return batch.rows if batch else []
+        if batch is None:
+            return []
+        return batch.rows
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
         """Press Measure, wait, and return the records, for unattended notebooks; where runs were started before, wait for
@@ -227,5 +229,7 @@ def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(given.get("preset", "laptop"))
     if preset is None or preset.gpu:
         return {}
-    ranks = job.spec["world_size"]
-    return {"link": NO_LINK, "ranks": ranks} if ranks in RANKS else {"link": NO_LINK}
+    choices = {"link": NO_LINK}
+    if job.spec["world_size"] in RANKS:
+        choices["ranks"] = job.spec["world_size"]
+    return choices
