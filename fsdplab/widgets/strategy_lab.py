@@ -33,7 +33,7 @@ from fsdplab.sessions.stopped import RanksStopped, stopped_after
 
 from .details import PRESENTED, Details
 from .lab_state import Batch, LabState
-from .running import WAITING, Runner
+from .running import Runner
 from .tabs import kept, still
 
 _SHOWN = Path(lab.__file__).parent
@@ -59,7 +59,7 @@ class Instrument(anywidget.AnyWidget):
         self._state, self._measure = state, measure
         self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
-        super().__init__(offers=offers_of(state.fixed, WAITING))
+        super().__init__(offers=offers_of(state.fixed))
         self.refresh()
         self.observe(self._was_asked, names="asked")
         self.observe(self._was_pressed, names="pressed")
@@ -165,7 +165,9 @@ class StrategyLab:
     def records(self) -> list[RunRecord]:
         """The records of the batch that is shown, for the cells that follow."""
         batch = self.details.batch
-        return batch.rows if batch else []
+        if batch is None:
+            return []
+        return batch.rows
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
         """Press Measure, wait, and return the records, for unattended notebooks; where runs were started before, wait for
@@ -221,5 +223,7 @@ def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(given.get("preset", "laptop"))
     if preset is None or preset.gpu:
         return {}
-    ranks = job.spec["world_size"]
-    return {"link": NO_LINK, "ranks": ranks} if ranks in RANKS else {"link": NO_LINK}
+    choices = {"link": NO_LINK}
+    if job.spec["world_size"] in RANKS:
+        choices["ranks"] = job.spec["world_size"]
+    return choices

@@ -21,13 +21,17 @@ def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
     >>> changes_of({"prefetch": 2, "model": "gpt-20m", "colour": "red"}, Choices())
     {'prefetch': 2}
     """
+    wanted = asked
     preset = PRESETS.get(asked.get("preset", now.preset))
-    wanted = vars(preset.choices) if preset and preset.choices.preset != now.preset else asked
+    if preset and preset.choices.preset != now.preset:
+        wanted = vars(preset.choices)
     changes = {}
     for name in CONTROLS:
         if name not in wanted:
             continue
-        value = tuple(wanted[name]) if isinstance(wanted[name], list) else wanted[name]
+        value = wanted[name]
+        if isinstance(value, list):  # JSON has no tuples
+            value = tuple(value)
         if value != getattr(now, name):
             changes[name] = value
     return changes
