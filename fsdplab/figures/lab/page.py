@@ -51,6 +51,11 @@ class PageLab:
         return view_of(self._choices, self._look, _FIXED)
 
 
+def questions_to_come() -> list[str]:
+    """The first question of each preset. Answers are kept, so that answering it beforehand makes the reader's quick."""
+    return [json.dumps({"choices": {"preset": name}}) for name in PRESETS]
+
+
 def first_values() -> dict[str, Any]:
     """What the page's instrument begins with: all that can be chosen, and the first answer with what follows it."""
     lab = PageLab()

@@ -1,7 +1,7 @@
 // The lab's Python beside the page, so that controls move while it computes. Of questions that arrive meanwhile only
 // the latest is answered; what takes longer than an answer follows when no control has moved for a moment.
-const MOMENT_MS = 120;
-let lab = null, latest = null, busy = false, wake = null;
+const MOMENT_MS = 120, REST_MS = 250;
+let lab = null, another = null, toCome = [], latest = null, busy = false, wake = null;
 
 // Counts what is fetched until Python is ready; Pyodide itself reports nothing.
 function counting(plain) {
@@ -29,7 +29,10 @@ async function start({ pyodide, sources }) {
     const { loadPyodide } = await import(`${pyodide}pyodide.mjs`);
     const [python, zipped] = await Promise.all([loadPyodide({ indexURL: pyodide }), archive]);
     python.unpackArchive(zipped, "zip");
-    lab = python.runPython("from fsdplab.figures.lab.page import PageLab\nPageLab()");
+    python.runPython("from fsdplab.figures.lab.page import PageLab, questions_to_come");
+    lab = python.runPython("PageLab()");
+    another = () => python.runPython("PageLab()");
+    toCome = python.runPython("questions_to_come()").toJs();
   } finally {
     self.fetch = plain;
   }
@@ -58,6 +61,21 @@ async function answerLatest() {
   }
 }
 
+// While no control moves: what a run takes is kept, so that these questions are answered quickly when they come.
+async function answerBeforehand() {
+  const rested = async () => {
+    do await pause(REST_MS); while (busy);
+  };
+  for (const question of toCome) {
+    const beforehand = another();
+    await rested();
+    beforehand.answer(question);
+    await rested();
+    beforehand.afterwards();
+    beforehand.destroy();
+  }
+}
+
 self.onmessage = async ({ data }) => {
   try {
     if (data.asked) {
@@ -68,6 +86,7 @@ self.onmessage = async ({ data }) => {
       postMessage({ ready: true });
     }
     await answerLatest();
+    if (!data.asked) await answerBeforehand();
   } catch (error) {
     postMessage({ failed: error.message.trim().split("\n").at(-1) });
   }
