@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import subprocess
 import sys
-import threading
 import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbformat.v4 import new_markdown_cell, new_notebook
 
 from fsdplab import cli
 from fsdplab.figures.live.answer import answer
@@ -34,11 +28,8 @@ from fsdplab.teaching.authoring.course import CourseError
 from fsdplab.teaching.site.build import build_site
 from fsdplab.teaching.site.live import CDN, NAMES, SOURCES, pyodide
 from tests.browser import CHROMIUM, needs_chromium, patient
+from tests.live_site import PYODIDE, Host, needs_pyodide, small_course
 
-PYODIDE = os.environ.get("FSDPLAB_PYODIDE")
-needs_pyodide = pytest.mark.skipif(
-    PYODIDE is None, reason="FSDPLAB_PYODIDE names no folder of Pyodide's files; .ci/run takes them from npm"
-)
 CHOICES: tuple[dict[str, str], ...] = (
     {},
     {"model": "llama-3.1-70b", "gpus": "64", "checkpointing": "full"},
@@ -189,9 +180,7 @@ def test_red_marks_are_as_long_as_what_is_exposed() -> None:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("executed")
-    nbformat.write(new_notebook(cells=[new_markdown_cell("# 01 Small things\n\nNothing.")]), folder / "01_small.ipynb")
-    return folder
+    return small_course(tmp_path_factory.mktemp("executed"))
 
 
 @pytest.fixture
@@ -267,20 +256,6 @@ def test_what_is_no_pyodide_is_refused_in_a_sentence(
 # ---- in a browser
 
 
-class Server:
-    """A static host of a folder, which can be taken away."""
-
-    def __init__(self, folder: Path) -> None:
-        quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder)))
-        self.page = f"http://127.0.0.1:{self.server.server_port}/planner.html"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
 @pytest.fixture(scope="module")
 def site(executed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("live") / "site"
@@ -351,10 +326,10 @@ def parsed(choice: dict[str, str]) -> dict[str, Any]:
 def test_every_control_changes_the_picture_and_the_figures_are_the_librarys(
     site: Path, browser: Any, tmp_path: Path
 ) -> None:
-    server, wrong = Server(site), []
+    server, wrong = Host(site), []
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = opened(context, server.page)
+    page = opened(context, f"{server.address}/planner.html")
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     assert shown(page) == parsed({})
@@ -388,9 +363,9 @@ def test_every_control_changes_the_picture_and_the_figures_are_the_librarys(
 @needs_pyodide
 @pytest.mark.timeout(600)
 def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(site: Path, browser: Any, tmp_path: Path) -> None:
-    server = Server(site)
+    server = Host(site)
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
-    page = opened(context, f"{server.page}#gpus=7&seq=8192&x=1")
+    page = opened(context, f"{server.address}/planner.html#gpus=7&seq=8192&x=1")
     assert page.locator("#state").inner_text() == "The address names gpus=7, x=1, which this page does not offer."
     assert chosen(page)["gpus"] == "8" and shown(page)["seq"] == 8192
     assert page.evaluate("document.documentElement.scrollWidth") == 390
@@ -399,7 +374,7 @@ def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(site: Path, browser:
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
         assert page.locator(f"#{name} text").first.evaluate("each => each.getBoundingClientRect().height") > 10
     page.screenshot(path=str(tmp_path / "phone.png"), full_page=True)
-    page.goto(f"{server.page}#model=llama-3.1-70b&gpus=16&checkpointing=full")
+    page.goto(f"{server.address}/planner.html#model=llama-3.1-70b&gpus=16&checkpointing=full")
     page.get_by_role("button", name="--reduce-dtype bf16").click()
     page.wait_for_function("document.querySelector('#verdict b').textContent === 'fits: likely'", timeout=30_000)
     assert page.url.endswith("#model=llama-3.1-70b&gpus=16&checkpointing=full&reduce_dtype=bf16")
@@ -413,9 +388,9 @@ def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_plan(
     executed: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
 ) -> None:
     build_site(executed, tmp_path / "site", live=pyodide(str(empty_pyodide)))
-    server = Server(tmp_path / "site")
+    server = Host(tmp_path / "site")
     page = patient(browser.new_page())
-    for address in (server.page, (tmp_path / "site" / "planner.html").as_uri()):
+    for address in (f"{server.address}/planner.html", (tmp_path / "site" / "planner.html").as_uri()):
         page.goto(address)
         page.locator("#state.bad").wait_for(timeout=60_000)
         said = page.locator("#state").inner_text()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import pytest
 
-from fsdplab.figures.lab import outcomes
+from fsdplab.figures.lab import messages, outcomes
 from fsdplab.figures.lab.a_beside_b import Guess, difference, judge
 from fsdplab.figures.lab.answers import Look, view_of
 from fsdplab.figures.lab.asked import changes_of, look_of
@@ -308,3 +309,38 @@ def test_the_sizes_of_a_batch_that_are_fixed_set_the_tokens() -> None:
     assert LabState({"sequence_length": 32}).choices.tokens == 64 and LabState({}).choices.tokens == 256
     (spec,) = LabState({"batch_size": 3, "sequence_length": 32}, strategies=("full_shard",)).request.specs
     assert (spec.batch_size, spec.sequence_length) == (3, 32)
+
+
+# ---- the messages and the page's script
+
+
+SCRIPT = (Path(messages.__file__).parent / "instrument.js").read_text(encoding="utf-8")
+READ_AS = {  # variable of the script -> the messages that it holds
+    "answer": (messages.Drawn, messages.Hidden, messages.AnswerTo),
+    "offers": (messages.Offers,),
+    "preset": (messages.PresetOffer,),
+    "asked": (messages.Asked,),
+    "row": (messages.Row, messages.Change),
+    "band": (messages.Band,),
+    "now": (messages.Progress,),
+    "more": (messages.More, messages.Row),
+}
+OF_THE_DOM = {"replaceChildren", "map", "includes", "filter"}
+
+
+@pytest.mark.parametrize("variable", READ_AS)
+def test_the_script_reads_keys_that_the_messages_have(variable: str) -> None:
+    keys = {key for message in READ_AS[variable] for key in message.__annotations__}
+    read = set(re.findall(rf"\b{variable}\??\.(\w+)", SCRIPT))
+    assert read and read - OF_THE_DOM <= keys, f"{variable}: {read - OF_THE_DOM - keys}"
+
+
+def test_every_key_that_is_sent_is_read() -> None:
+    sent = {
+        f"{name}.{key}": key
+        for name, each in vars(messages).items()
+        if is_typeddict(each)
+        for key in each.__annotations__
+    }
+    unread = {name for name, key in sent.items() if not re.search(rf"\b{key}\b", SCRIPT)}
+    assert len(sent) > 60 and unread == {"Change.gain"}, "rows are sorted by it before they are sent"

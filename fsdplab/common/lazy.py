@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -42,3 +42,13 @@ def names_of_stub(package: str, file: str) -> tuple[list[str], Callable[[str], o
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     sources = {each.name: str(node.module) for node in imports for each in node.names}
     return [*sources], *names_of(package, sources)
+
+
+def loaded_files() -> Iterator[Path]:
+    """Yield the files of all imported modules of this package, and of the stubs that name what a package has."""
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] == "fsdplab" and module.__file__:
+            file = Path(module.__file__)
+            yield file
+            if (stub := file.with_suffix(".pyi")).exists():
+                yield stub

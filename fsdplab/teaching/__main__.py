@@ -84,11 +84,13 @@ def parser() -> argparse.ArgumentParser:
     site.add_argument("--source", **_SOURCES)
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
-    site.add_argument("--live", action="store_true", help="with a page that plans a job in the browser")
+    site.add_argument(
+        "--live", action="store_true", help="with the strategy lab and the planner, which run in the browser"
+    )
     site.add_argument(
         "--pyodide",
         metavar="FOLDER|URL",
-        help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
+        help="of --live: a folder of Pyodide's files to copy beside the pages, or an address; default: Pyodide's CDN",
     )
     decks = command("slides", _slides, "run the notebooks and write them as slides, a file each")
     decks.add_argument("out", type=Path, help="folder to write to")
@@ -161,7 +163,7 @@ def _site(asked: argparse.Namespace) -> int:
     from .site.stills import add_stills_to_files
 
     if asked.pyodide is not None and not asked.live:
-        raise CourseError("--pyodide is for the page that --live makes; give both, or neither")
+        raise CourseError("--pyodide is for the pages that --live makes; give both, or neither")
     live = pyodide(asked.pyodide) if asked.live else None
     if asked.executed:
         site = build_site(asked.source, asked.out, live=live)

@@ -24,6 +24,8 @@ from .tabs import OF_ONE_RUN, TABS, note, outputs, pieces
 PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page
 WIDE_PX, WIDER = 1500, 1500 / 1100  # the least width of a wide page, and that over the usual one
 TITLE = "Details of the measured runs"
+_BAD = "var(--fsdplab-bad, #c01f25)"
+_NONE = Batch(0, ())  # no batch; all batches together have this number too, and no name
 
 
 class Details:
@@ -35,36 +37,36 @@ class Details:
     def __init__(self, state: LabState, export_to: str | Path, shows: Callable[[Batch | None], object]) -> None:
         self._state, self._export_to, self._shows = state, Path(export_to), shows
         self._listed: list[tuple[str, int, int]] = []  # title, number and count of records of each batch
-        self._shown: object = None  # the latter two of the batch that is shown
+        self._shown = (_NONE.number, 0)  # the latter two of the batch that is shown
         self._filled: object = None  # the tab that is filled, and with what
         self._drawn: dict[object, tuple[dict[str, Any], ...]] = {}  # what was drawn for the batch that is shown
-        self._scale = (1.0, 1.0)  # of type, and of the figures' width
+        self._type_scale = self._width_scale = 1.0  # of the figures
         self._drawing = threading.RLock()
         self._setting = False  # values of widgets, which is no choice of the reader's
         self._make_widgets()
+        self._observe_widgets()
         self.refresh()
 
     def _make_widgets(self) -> None:
-        of_words = {"style": {"description_width": "initial"}}
-        self.batch_menu = ipywidgets.Dropdown(description="Batch", layout={"flex": "2 1 360px"}, **of_words)
-        self.run_menu = ipywidgets.Dropdown(description="Run", layout={"flex": "1 1 240px"}, **of_words)
+        style = {"description_width": "initial"}
+        narrow = {"flex": "1 1 240px"}
+        self.batch_menu = ipywidgets.Dropdown(description="Batch", style=style, layout={"flex": "2 1 360px"})
+        self.run_menu = ipywidgets.Dropdown(description="Run", style=style, layout=narrow)
         self.name = ipywidgets.Text(
-            description="Name", placeholder="of batch and folder", continuous_update=False,
-            layout={"flex": "1 1 240px"}, **of_words,
-        )  # fmt: skip
-        self.export_button = ipywidgets.Button(
-            description="Export HTML", layout={"width": "auto", "min_width": "110px"}
+            description="Name", placeholder="of batch and folder", continuous_update=False, style=style, layout=narrow
         )
+        button = {"width": "auto", "min_width": "110px"}
+        self.export_button = ipywidgets.Button(description="Export HTML", layout=button)
         self.exported = ipywidgets.Output()
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
         self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=TABS)
-        menus = [self.batch_menu, self.run_menu, self.name]
-        self.menus = ipywidgets.HBox(
-            [*menus, self.export_button], layout={"align_items": "center", "flex_flow": "row wrap", "margin": "4px 0"}
-        )
+        row = {"align_items": "center", "flex_flow": "row wrap", "margin": "4px 0"}
+        self.menus = ipywidgets.HBox([self.batch_menu, self.run_menu, self.name, self.export_button], layout=row)
         inside = ipywidgets.VBox([self.menus, self.exported, self.tabs])
         self.widget = ipywidgets.Accordion([inside], titles=(TITLE,), selected_index=None)
-        for menu in menus:
+
+    def _observe_widgets(self) -> None:
+        for menu in (self.batch_menu, self.run_menu, self.name):
             menu.add_class("fsdplab-menu")
         self.export_button.add_class("fsdplab-press")
         self.export_button.on_click(lambda _: self.export())
@@ -80,17 +82,22 @@ class Details:
 
     def sized(self, presented: bool, pixels: int) -> None:
         """Draw for a projector, or for a page of this width."""
-        wide = pixels >= WIDE_PX
-        self._scale = ((PRESENTED if presented else 1.0) * (WIDE if wide else 1.0), WIDER if wide else 1.0)
-        for rest in (self.name, self.export_button):
-            rest.layout.display = "none" if presented else ""
+        self._type_scale = self._width_scale = 1.0
+        if pixels >= WIDE_PX:
+            self._type_scale, self._width_scale = WIDE, WIDER
+        if presented:
+            self._type_scale *= PRESENTED
+        for widget in (self.name, self.export_button):
+            _show(widget, not presented)
         self.refresh()
 
     @property
     def batch(self) -> Batch | None:
         """The batch that the menu names, else the latest."""
-        named = [batch for batch in self._state.offered if batch.number == self.batch_menu.value]
-        return named[0] if named else self._state.batch
+        for batch in self._state.offered:
+            if batch.number == self.batch_menu.value:
+                return batch
+        return self._state.batch
 
     def refresh(self) -> None:
         """Offer the batches of the state, and fill the open tab; two threads may call it at once."""
@@ -99,46 +106,66 @@ class Details:
             self._list_batches()
             self._setting = False
             tab = TABS[self.tabs.selected_index or 0]
-            self.run_menu.layout.display = "" if tab in OF_ONE_RUN else "none"
-            if self.widget.selected_index is not None:
-                self._fill(tab, self.run_menu.value or 0 if tab in OF_ONE_RUN else 0)
+            _show(self.run_menu, tab in OF_ONE_RUN)
+            if self.widget.selected_index is not None:  # it is unfolded
+                self._fill(tab)
 
     def _list_batches(self) -> None:
         """Offer the batches that have records; when one gets a record, show it. Then what belongs to the one shown."""
         offered = self._state.offered
-        self.menus.layout.display = self.widget.layout.display = "" if offered else "none"
+        _show(self.menus, bool(offered))
+        _show(self.widget, bool(offered))
         listed = [(batch.title, batch.number, len(batch.records)) for batch in offered]
         if listed != self._listed:
-            grew = [each[1:] for each in listed] != [each[1:] for each in self._listed]
-            latest = self._state.batch.number if self._state.batch else None
-            shown = latest if grew else self.batch_menu.value
-            self.batch_menu.options, self.batch_menu.value = [each[:2] for each in listed], shown
-        self._listed, batch = listed, self.batch
-        now = (batch.number, len(batch.records)) if batch else None
+            self._offer(listed)
+        self._show_batch(self.batch or _NONE)
+
+    def _show_batch(self, batch: Batch) -> None:
+        """Write a batch's runs and its name into the menus, when the batch is another or has another record."""
+        now = (batch.number, len(batch.records))
         if now == self._shown:
             return
         self._shown, self._drawn = now, {}
-        runs = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
+        runs = [(run.label, place) for place, run in enumerate(batch.views)]
         if [*self.run_menu.options] != runs:
-            self.run_menu.options, self.run_menu.value = runs, runs[-1][1] if runs else None
-        self.name.value, self.name.disabled = batch.name if batch else "", not (batch and batch.number)
-        self._shows(batch)
+            self.run_menu.options = runs
+            self.run_menu.value = runs[-1][1] if runs else None
+        self.name.value = batch.name
+        self.name.disabled = batch.number == _NONE.number
+        self._shows(self.batch)
 
-    def _fill(self, tab: str, run: int) -> None:
+    def _offer(self, listed: list[tuple[str, int, int]]) -> None:
+        """Write the batches into their menu; it moves to the latest where a record came, not where one was renamed."""
+        grew = [entry[1:] for entry in listed] != [entry[1:] for entry in self._listed]
+        number = self.batch_menu.value
+        if grew and self._state.batch:
+            number = self._state.batch.number
+        self.batch_menu.options = [(title, number) for title, number, _ in listed]
+        self.batch_menu.value = number
+        self._listed = listed
+
+    def _fill(self, tab: str) -> None:
         """Fill the tab, from what was drawn before or now, and empty the others."""
-        wanted = (self._shown, tab, run, self._scale)
+        run = 0
+        if tab in OF_ONE_RUN:
+            run = self.run_menu.value or 0
+        wanted = (self._shown, tab, run, self._type_scale, self._width_scale)
         if self._filled == wanted:
             return
-        for name, place in self.outputs.items():
-            place.outputs = outputs([note("drawing …")] if name == tab else [])
+        for place in self.outputs.values():
+            place.outputs = ()
         if wanted not in self._drawn:
-            scale, wider = self._scale
-            with on_page(PAGE * wider / scale):
-                shown = pieces(tab, self.batch, run)
-            large = [piece if isinstance(piece, str) or scale == 1 else enlarged(piece, scale) for piece in shown]
-            self._drawn[wanted] = outputs(large)
+            self.outputs[tab].outputs = outputs([note("drawing …")])
+            self._drawn[wanted] = self._draw(tab, run)
         self.outputs[tab].outputs = self._drawn[wanted]
         self._filled = wanted
+
+    def _draw(self, tab: str, run: int) -> tuple[dict[str, Any], ...]:
+        with on_page(PAGE * self._width_scale / self._type_scale):
+            shown = pieces(tab, self.batch, run)
+        if self._type_scale == 1:
+            return outputs(shown)
+        return outputs(piece if isinstance(piece, str) else enlarged(piece, self._type_scale) for piece in shown)
 
     # ---- the batch that is shown: its name, and its page
 
@@ -151,12 +178,15 @@ class Details:
             if self._state.busy and batch is self._state.batches[-1]:
                 raise ValueError("the batch is running; its folder can be renamed when it has ended")
             rename(batch, name)
-            self._say(f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else "")
+            where = ""
+            if batch.folder:
+                where = f"kept in <code>{escape(str(batch.folder))}</code>"
+            self._say(where)
         except ValueError as wrong:
-            self._say(escape(str(wrong)), "var(--fsdplab-bad, #c01f25)")
+            self._say(escape(str(wrong)), _BAD)
         except OSError as error:
             words = f"{batch.folder} could not be renamed ({error.strerror})"
-            self._say(escape(words), "var(--fsdplab-bad, #c01f25)")
+            self._say(escape(words), _BAD)
         self.refresh()
 
     def export(self) -> Path | None:
@@ -176,5 +206,11 @@ class Details:
 
     def _say(self, html: str, colour: str = "inherit") -> None:
         """One line below the menus, or none."""
-        line = f"<div style='font-size:15px;color:{colour}'>{html}</div>"
-        self.exported.outputs = outputs([line] if html else [])
+        lines = []
+        if html:
+            lines.append(f"<div style='font-size:15px;color:{colour}'>{html}</div>")
+        self.exported.outputs = outputs(lines)
+
+
+def _show(widget: ipywidgets.DOMWidget, on: bool) -> None:
+    widget.layout.display = "" if on else "none"

@@ -53,8 +53,12 @@ class Batch:
     @property
     def reference(self) -> RunRecord | None:
         """The twin's record, where it ran and finished."""
-        twins = [record for record in self.records if record.spec["engine"] == "twin" and record.status == "finished"]
-        return twins[0] if twins and self.number else None
+        if not self.number:
+            return None
+        for record in self.records:
+            if record.spec["engine"] == "twin" and record.status == "finished":
+                return record
+        return None
 
     @property
     def comparison(self) -> dict[str, Any]:
@@ -72,14 +76,16 @@ class Batch:
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         spec: Mapping[str, Any] = self.specs[0].as_dict() if self.specs else self.records[0].spec
-        told = self.records[0].spec if self.records else spec  # a spec has the path of a model of one's own
-        parts = [self.name, str(told.get("model") or ""), plural(spec["world_size"], "rank")]
-        parts += [str(spec.get("precision") or ""), f"prefetch {spec['prefetch']}" if "prefetch" in spec else ""]
+        model = self.records[0].spec.get("model") if self.records else spec.get("model")
+        parts = [self.name, str(model or ""), plural(spec["world_size"], "rank"), str(spec.get("precision") or "")]
+        if "prefetch" in spec:
+            parts.append(f"prefetch {spec['prefetch']}")
         if spec.get("link"):
             parts.append(f"link {spec['link']}")
         elif spec.get("emulate"):
             parts.append(f"as {spec.get('as_model')} on {spec['emulate']}")
-        return f"{self.number}: {', '.join(filter(None, [*parts, plural(len(self.specs or self.records), 'run')]))}"
+        parts.append(plural(len(self.specs or self.records), "run"))
+        return f"{self.number}: {', '.join(part for part in parts if part)}"
 
 
 class LabState:
@@ -125,12 +131,17 @@ class LabState:
     def offered(self) -> list[Batch]:
         """The batches that have records; after several of them, all together."""
         full = [batch for batch in self.batches if batch.records]
-        return [*full, Batch(0, (), self.records)] if len(full) > 1 else full
+        if len(full) <= 1:
+            return full
+        return [*full, Batch(0, (), self.records)]
 
     @property
     def batch(self) -> Batch | None:
         """The latest batch that has a record."""
-        return next((batch for batch in reversed(self.batches) if batch.records), None)
+        for batch in reversed(self.batches):
+            if batch.records:
+                return batch
+        return None
 
     @property
     def next_number(self) -> int:
@@ -152,8 +163,10 @@ class LabState:
             return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
-        warnings = " ".join(filter(None, [core_words(latest.views), drift_sentence(latest.comparison)]))
-        return f"done: {kept}. {warnings}" if warnings else f"done: {kept}"
+        warnings = [words for words in (core_words(latest.views), drift_sentence(latest.comparison)) if words]
+        if not warnings:
+            return f"done: {kept}"
+        return f"done: {kept}. {' '.join(warnings)}"
 
     def _ready(self) -> str:
         if self.last_error:
@@ -162,8 +175,10 @@ class LabState:
             return "not ready: see the choice marked in red"
         if not self.request.specs:
             return "these GPUs are not here: their runs are simulated and cannot be measured"
-        left_out = f" ({self.request.left_out})" if self.request.left_out else ""
-        return f"ready to measure {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
+        ready = f"ready to measure {plural(len(self.request.specs), 'run')}"
+        if self.request.left_out:
+            ready += f" ({self.request.left_out})"
+        return ready + self.kept_words
 
     # ---- methods of the controls and buttons
 
@@ -171,7 +186,8 @@ class LabState:
         """Show batches that are there already; `words` say so beside "ready"."""
         with self._told():
             self.batches += batches
-            self.kept_words += f"; {words}" if words else ""
+            if words:
+                self.kept_words += f"; {words}"
 
     def choose(self, **changes: Any) -> None:
         """Change choices; errors are in `request.errors`. A running batch keeps its choices."""
@@ -189,9 +205,9 @@ class LabState:
             if self.busy:
                 return ()
             if not self.request.specs:
-                why = (
-                    "; ".join(self.request.errors.values()) or "runs on these GPUs are simulated and cannot be measured"
-                )
+                why = "runs on these GPUs are simulated and cannot be measured"
+                if self.request.errors:
+                    why = "; ".join(self.request.errors.values())
                 self.status, self.last_error = "idle", f"nothing was started: {why}"
                 return ()
             self.batches.append(Batch(self.next_number, self.request.specs))
@@ -217,11 +233,14 @@ class LabState:
     def stepped(self, spec: RunSpec, step: int = 0, steps: int = 1, loss: float = 0.0) -> None:
         """A run has done `step` of its `steps`; 0: its ranks are starting."""
         with self._told():
-            place, runs = self.batches[-1].order.index((spec.strategy, spec.engine)), len(self.batches[-1].specs)
+            batch = self.batches[-1]
+            place = batch.order.index((spec.strategy, spec.engine))
             self._count(place, step / steps)
-            told = f"step {step} of {steps}, loss {loss:.4f}" if step else "its ranks are starting"
+            doing = "its ranks are starting"
+            if step:
+                doing = f"step {step} of {steps}, loss {loss:.4f}"
             name = RunView(spec.strategy, spec.engine, spec.world_size).label
-            self._doing = f"run {place + 1} of {runs}, {name}: {told}"
+            self._doing = f"run {place + 1} of {len(batch.specs)}, {name}: {doing}"
 
     def recorded(self, record: RunRecord) -> None:
         """A run ended, well or badly; keep its record, in the order of the runs."""
@@ -239,7 +258,10 @@ class LabState:
         """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
         with self._told():
             self.last_error = error or self.last_error
-            self.status = "cancelled" if self.status == "cancelling" else "failed" if self.last_error else "done"
+            if self.status == "cancelling":
+                self.status = "cancelled"
+            else:
+                self.status = "failed" if self.last_error else "done"
 
     def _count(self, run: int, part: float) -> None:
         self._done[run] = min(1.0, part)
@@ -263,8 +285,9 @@ def _begun_with(fixed: dict[str, Any], given: Mapping[str, Any]) -> tuple[dict[s
     model: Any = begun.model
     if not isinstance(model, str) or is_own(model):
         fixed = {**fixed, "model": RunSpec(model=model).model}
-        card = given.get("card", begun.card if preset.gpu else "none")  # that of the laptop is of its own model's size
-        begun = replace(begun, model=name_of(fixed["model"]), card=card)
+        begun = replace(begun, model=name_of(fixed["model"]))
+        if "card" not in given and not preset.gpu:
+            begun = replace(begun, card="none")  # the laptop's is of its own model's size
     if "tokens" not in given and {"batch_size", "sequence_length"} & {*fixed}:
         begun = replace(begun, tokens=fixed.get("batch_size", 2) * fixed.get("sequence_length", SEQUENCE))
     return fixed, begun

@@ -21,13 +21,12 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from fsdplab.common.words import plural
+from fsdplab.figures.lab.messages import WAITING
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, Watcher, compare
 
@@ -42,7 +41,6 @@ _ALONE = threading.Lock()
 _LOOK_S = 0.05
 PAUSE_S = 0.3  # after a cell: Run All begins the next one much sooner
 ANOTHER_RUNS = "waiting: another strategy lab of this notebook is running"
-WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
 
 
 class Cancelled(Exception):
@@ -60,7 +58,7 @@ class Runner:
 
     def __init__(self, state: LabState, directory: str | Path | None = None) -> None:
         self.state = state
-        self.directory = Path(directory if directory is not None else FOLDER)
+        self.directory = Path(FOLDER if directory is None else directory)
         self._thread: threading.Thread | None = None
         self._cells = RunningCells(this_shell())
         self._awaited = False  # by a cell, for which nothing must wait
@@ -182,7 +180,9 @@ class RunningCells:
 def this_shell() -> Any:
     """IPython's shell in a kernel; None everywhere else."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    if ipython is None:
+        return None
+    shell = ipython.get_ipython()
     return shell if hasattr(shell, "kernel") else None
 
 
@@ -200,12 +200,16 @@ def kept_in(folder: Path) -> tuple[list[Batch], str]:
     except OSError as error:
         return [], f"earlier runs in {folder} could not be read ({error.strerror})"
     for number, name, place in places[-MOST_BACK:]:
-        if records := list(_records_of(place, unread)):
-            free = next(each for each in count(number) if each not in {batch.number for batch in batches})
+        records = list(_records_of(place, unread))
+        if records:
+            free = _free_from(number, {batch.number for batch in batches})
             batches.append(Batch(free, (), records, name, place))
-    parts = [f"{'1 batch' if len(batches) == 1 else f'{len(batches)} batches'} of earlier runs below"] * bool(batches)
-    if older := len(places[:-MOST_BACK]):
-        parts.append(f"{older} older {'one stays' if older == 1 else 'ones stay'} in {folder}")
+    parts = []
+    if batches:
+        parts.append(f"{plural(len(batches), 'batch', 'batches')} of earlier runs below")
+    older = len(places[:-MOST_BACK])
+    if older:
+        parts.append(f"{plural(older, 'older one stays', 'older ones stay')} in {folder}")
     if unread:
         parts.append(f"{plural(len(unread), 'record')} in {folder} could not be read: {unread[0]}")
     return batches, "; ".join(parts)
@@ -219,16 +223,25 @@ def new_folder(folder: Path, number: int) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = {number for number, _, _ in _batches_in(folder)}
-        for free in (each for each in count(number) if each not in taken):
-            with suppress(FileExistsError):  # the other notebook was faster
-                (place := folder / f"batch-{free}").mkdir()
+        while True:
+            free = _free_from(number, taken)
+            place = folder / f"batch-{free}"
+            try:
+                place.mkdir()
                 return place
+            except FileExistsError:  # the other notebook was faster
+                taken.add(free)
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise OSError(
-            f"no run can be kept in {folder} ({why}); give StrategyLab(directory=...) another folder"
-        ) from None
-    raise AssertionError("count() ends never")
+        remedy = "give StrategyLab(directory=...) another folder"
+        raise OSError(f"no run can be kept in {folder} ({why}); {remedy}") from None
+
+
+def _free_from(number: int, taken: set[int]) -> int:
+    """The first number from `number` on that is not taken."""
+    while number in taken:
+        number += 1
+    return number
 
 
 def rename(batch: Batch, name: str) -> None:
@@ -239,8 +252,10 @@ def rename(batch: Batch, name: str) -> None:
             f'the name is {name!r:.80}; expected at most {MOST_LETTERS} letters, none of \\ / : * ? " < > |'
         )
     if batch.folder is not None and clean != batch.name:
-        number = _BATCH.fullmatch(batch.folder.name)
-        moved = batch.folder.with_name(f"batch-{number[1] if number else batch.number}{'-' * bool(clean)}{clean}")
+        match = _BATCH.fullmatch(batch.folder.name)
+        number = match[1] if match else batch.number
+        suffix = f"-{clean}" if clean else ""
+        moved = batch.folder.with_name(f"batch-{number}{suffix}")
         batch.folder.rename(moved)
         for record in batch.records:
             record.path = moved / record.path.name
@@ -250,19 +265,26 @@ def rename(batch: Batch, name: str) -> None:
 
 def _batches_in(folder: Path) -> Iterator[tuple[int, str, Path]]:
     """Number, name and folder of each batch."""
-    for place in folder.iterdir() if folder.is_dir() else ():
-        if (found := _BATCH.fullmatch(place.name)) and place.is_dir():
-            yield int(found[1]), found[2] or "", place
+    if not folder.is_dir():
+        return
+    for place in folder.iterdir():
+        match = _BATCH.fullmatch(place.name)
+        if match and place.is_dir():
+            yield int(match[1]), match[2] or "", place
 
 
 def _records_of(place: Path, unread: list[str]) -> Iterator[RunRecord]:
     """The records of a batch in the order of its runs; why one could not be read goes into `unread`."""
+    runs: list[tuple[int, Path]] = []
     try:
-        runs = sorted((int(found[0]), run) for run in place.iterdir() if (found := re.match(r"\d+", run.name)))
+        for run in place.iterdir():
+            match = re.match(r"\d+", run.name)
+            if match:
+                runs.append((int(match[0]), run))
     except OSError as error:
         unread.append(f"{place}: {error.strerror}")
         return
-    for _, run in runs:
+    for _, run in sorted(runs):
         try:
             if (run / "run.json").is_file():
                 yield RunRecord.load(run)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from IPython.display import DisplayHandle, display
 from fsdplab.common.words import plural
 from fsdplab.figures import lab
 from fsdplab.figures.lab.answers import Look, view_of
-from fsdplab.figures.lab.asked import as_asked, bandwidth_of, changes_of, look_of
+from fsdplab.figures.lab.asked import as_asked, bandwidth_of, moved
 from fsdplab.figures.lab.beside_job import job_words
 from fsdplab.figures.lab.choices import NO_LINK, PRESETS, RANKS
 from fsdplab.figures.lab.messages import AnswerTo, Progress
@@ -34,7 +33,7 @@ from fsdplab.sessions.stopped import RanksStopped, stopped_after
 
 from .details import PRESENTED, Details
 from .lab_state import Batch, LabState
-from .running import WAITING, Runner
+from .running import Runner
 from .tabs import kept, still
 
 _SHOWN = Path(lab.__file__).parent
@@ -60,7 +59,7 @@ class Instrument(anywidget.AnyWidget):
         self._state, self._measure = state, measure
         self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
-        super().__init__(offers=offers_of(state.fixed, WAITING))
+        super().__init__(offers=offers_of(state.fixed))
         self.refresh()
         self.observe(self._was_asked, names="asked")
         self.observe(self._was_pressed, names="pressed")
@@ -99,13 +98,7 @@ class Instrument(anywidget.AnyWidget):
 
     def _was_asked(self, change: Mapping[str, Any]) -> None:
         """The page has moved a control: keep how A and B are looked at, then choose what differs."""
-        asked, now = change["new"], self._state.choices
-        self.look = look_of(asked, self.look, now)
-        changes = changes_of(asked.get("choices", {}), now)
-        preset = PRESETS.get(changes.get("preset", ""))
-        if preset:
-            a, b = preset.sides
-            self.look = replace(self.look, a=a, b=b)
+        changes, self.look = moved(change["new"], self._state.choices, self.look)
         if changes:
             self._state.choose(**changes)
         else:
@@ -172,7 +165,9 @@ class StrategyLab:
     def records(self) -> list[RunRecord]:
         """The records of the batch that is shown, for the cells that follow."""
         batch = self.details.batch
-        return batch.rows if batch else []
+        if batch is None:
+            return []
+        return batch.rows
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
         """Press Measure, wait, and return the records, for unattended notebooks; where runs were started before, wait for
@@ -228,5 +223,7 @@ def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(given.get("preset", "laptop"))
     if preset is None or preset.gpu:
         return {}
-    ranks = job.spec["world_size"]
-    return {"link": NO_LINK, "ranks": ranks} if ranks in RANKS else {"link": NO_LINK}
+    choices = {"link": NO_LINK}
+    if job.spec["world_size"] in RANKS:
+        choices["ranks"] = job.spec["world_size"]
+    return choices

@@ -53,8 +53,10 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
     record = batch.rows[min(chosen, len(batch.rows) - 1)]
     if tab == "Findings":
         return _findings(record)
-    drawn = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
-    return [table(batch.views), *_failures(batch), *drawn] if tab == "Table" else drawn
+    figures_of_tab = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
+    if tab == "Table":
+        return [table(batch.views), *_failures(batch), *figures_of_tab]
+    return figures_of_tab
 
 
 def note(words: str) -> str:
@@ -64,14 +66,18 @@ def note(words: str) -> str:
 
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
-    real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
-    type_size = "font-size:calc(.93 * var(--fsdplab-table, 14px))"
-    columns = told(runs, [name for name in COLUMNS if name in (*brief(runs), "engine", "tokens/s")])
-    small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(legend(columns))}.<br>{real}</p>"
-    core = core_words(runs)
-    first = f"<p style='color:{_COLOURS['bad']};font-weight:600;margin:6px 10px'>{escape(core)}</p>" if core else ""
+    sources = [f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs))]
+    small = "font-size:calc(.93 * var(--fsdplab-table, 14px));opacity:.8;margin:6px 10px"
+    wanted = {*brief(runs), "engine", "tokens/s"}
+    columns = told(runs, [name for name in COLUMNS if name in wanted])
     shown = comparison_table(runs, lambda place, text: _look(columns[place], text), columns, style=_TABLE)
-    return f"{first}<div style='overflow-x:auto'>{shown}</div>{small}"
+    page = f"<div style='overflow-x:auto'>{shown}</div>"
+    page += f"<p style='{small}'>{escape(legend(columns))}.<br>{'<br>'.join(sources)}</p>"
+    core = core_words(runs)
+    if core:
+        bad = f"color:{_COLOURS['bad']};font-weight:600;margin:6px 10px"
+        page = f"<p style='{bad}'>{escape(core)}</p>{page}"
+    return page
 
 
 # styles, not classes: a saved notebook's page takes style sheets away
@@ -82,21 +88,26 @@ def _look(name: str, text: str | None) -> dict[str, str]:
     """Return a cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
     row = column(name)
     style = f"text-align:{'right' if row.flush_right else 'left'};padding:5px 6px"
-    if text is not None:
-        style += "" if row.wraps or row.breaks else ";white-space:nowrap"
-        style += f";color:{_COLOURS[mood(text)]};font-weight:600" if mood(text) else ""
+    if text is None:
+        return {"style": style}
+    if not row.wraps and not row.breaks:
+        style += ";white-space:nowrap"
+    verdict = mood(text)
+    if verdict:
+        style += f";color:{_COLOURS[verdict]};font-weight:600"
     return {"style": style}
 
 
 def _failures(batch: Batch) -> list[Piece]:
     """The report of each run that failed, in full."""
-    failed = [record for record in batch.rows if record.status == "failed"]
-    reports = [
-        f"{record.spec['strategy']} ({record.spec['engine']}): {(record.failure or {}).get('message', '')}"
-        for record in failed
-    ]
     look = f"white-space:pre-wrap;color:{_COLOURS['bad']};margin:8px 10px;font-size:var(--fsdplab-table, 13px)"
-    return [f"<pre style='{look}'>{escape(report)}</pre>" for report in reports]
+    reports: list[Piece] = []
+    for record in batch.rows:
+        if record.status == "failed":
+            message = (record.failure or {}).get("message", "")
+            report = f"{record.spec['strategy']} ({record.spec['engine']}): {message}"
+            reports.append(f"<pre style='{look}'>{escape(report)}</pre>")
+    return reports
 
 
 def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
@@ -114,13 +125,15 @@ def _findings(record: RunRecord) -> list[Piece]:
         found = findings(record)
     except ValueError as reason:
         return [note(str(reason))]
-    words = [
-        f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}"
-        for each in found
-    ]
-    lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
-    listed = f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
-    return [listed if found else note("nothing stands out in this run")]
+    if not found:
+        return [note("nothing stands out in this run")]
+    lines = ""
+    for finding in found:
+        remedy = f"<i>What to do:</i> {escape(finding.remedy)}"
+        words = f"<b>{escape(finding.title)}</b><br>{escape(finding.text)}<br>{remedy}"
+        lines += f"<li style='margin:10px 0'>{words}</li>"
+    look = "font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em"
+    return [f"<ol style='{look}'>{lines}</ol>"]
 
 
 # ---- as outputs of a notebook
@@ -130,16 +143,16 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
     """Pieces as outputs of a notebook: a figure with its alternative text, which is there for screen readers too; HTML
     unchanged.
     """
-    found: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, str):
-            found.append({"text/html": piece})
+            shown.append({"text/html": piece})
             continue
-        alt, config = alt_text(piece), {"config": {"displaylogo": False, "responsive": False}}
-        words = {"text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"}
-        found.append({PLOTLY: plotly_json(piece) | config, **words})
-        found.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
-    return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in found)
+        alt = alt_text(piece)
+        content = plotly_json(piece) | {"config": {"displaylogo": False, "responsive": False}}
+        shown.append({PLOTLY: content, "text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"})
+        shown.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
+    return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in shown)
 
 
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
@@ -159,19 +172,25 @@ def kept(batch: Batch | None) -> Kept:
     if batch is None:
         return Kept()
     shown = [*pieces("Table", batch), *pieces("Memory", batch)[:1]]
-    html = "".join(each if isinstance(each, str) else f"<p>{escape(alt_text(each))}</p>" for each in shown)
-    return Kept(batch.title, html, tuple(alt_text(each) for each in shown if isinstance(each, Figure)))
+    html, words = "", []
+    for piece in shown:
+        if isinstance(piece, str):
+            html += piece
+        else:
+            words.append(alt_text(piece))
+            html += f"<p>{escape(words[-1])}</p>"
+    return Kept(batch.title, html, tuple(words))
 
 
 def still(batch: Kept, answer: Mapping[str, Any]) -> dict[str, Any]:
     """The lab in the saved notebook, folded: what the instrument answers now as a table, and a batch."""
-    measured, title = f"; batch {batch.title}" if batch.title else "", answer.get("memory_title", "no answer yet")
-    headline = f"The lab's numbers as a table, for the saved notebook: {title}{measured}"
+    headline = f"The lab's numbers as a table, for the saved notebook: {answer.get('memory_title', 'no answer yet')}"
+    if batch.title:
+        headline += f"; batch {batch.title}"
     said = f"{answer.get('difference', '')} All {answer.get('clock', 'is to come')}. {answer.get('job', '')}".strip()
-    heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
+    rows = [[row["name"], row["peak_words"], row["step_words"]] for row in answer.get("rows", ())]
     style = {"style": "text-align:left;padding:2px 14px 2px 0"}
-    rows = [[row[name] for name in heads] for row in answer.get("rows", ())]
-    table = f"{html_table([*heads.values()], rows, lambda *_: style)}<p>{escape(said)}</p>"
+    table = html_table(["strategy", "memory of a rank", "step"], rows, lambda *_: style)
     summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(headline)}</summary>"
-    words = "\n".join([headline, said, *batch.words])
-    return {"text/html": f"<details>{summary}{table}{batch.html}</details>", "text/plain": words}
+    html = f"<details>{summary}{table}<p>{escape(said)}</p>{batch.html}</details>"
+    return {"text/html": html, "text/plain": "\n".join([headline, said, *batch.words])}

@@ -29,8 +29,9 @@ class Guess:
 
 def guessed_bytes(memory: str, unit: str) -> int:
     """A typed guess in bytes; a number alone is in `unit`: `guessed_bytes("180", "MB") == 180_000_000`."""
-    ends_in_a_digit = memory.strip()[-1:].isdigit()
-    return parse_size(memory + unit if ends_in_a_digit else memory)
+    if memory.strip()[-1:].isdigit():
+        memory += unit
+    return parse_size(memory)
 
 
 def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
@@ -54,9 +55,10 @@ def _on_the_step(guessed: str, a_s: float, b_s: float) -> str:
     shorter, longer = sorted((a_s, b_s))
     if longer - shorter <= _ALIKE * shorter:
         answer, words = "equal", "the steps are equally long"
+    elif a_s < b_s:
+        answer, words = "A", "A has the shorter step"
     else:
-        answer = "A" if a_s < b_s else "B"
-        words = f"{answer} has the shorter step"
+        answer, words = "B", "B has the shorter step"
     verdict = "Right" if answer == guessed else f"You said {guessed}"
     return f"{verdict}: {words} (A {seconds(a_s)}, B {seconds(b_s)})."
 
@@ -88,7 +90,9 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
 
 def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> str:
     times = f"{ratio:.2g}"
-    sends = "as much" if times == "1" else f"{times} times as much"
+    sends = f"{times} times as much"
+    if times == "1":
+        sends = "as much"
     if precision == "bf16" and ratio != 1:
         sends += " (gathers in bf16, reductions in fp32)"
     if a.step and b.step:
@@ -101,6 +105,7 @@ def _beside(a: float, b: float, say: Callable[[float], str], words: tuple[str, s
     less, more, equal = words
     if a == b:
         return equal
-    part = abs(b / a - 1)
-    share = f" ({percent(part)})" if part >= LEAST else ""
-    return f"{say(abs(b - a))}{share} {less if b < a else more}"
+    amount, part = say(abs(b - a)), abs(b / a - 1)
+    if part >= LEAST:
+        amount += f" ({percent(part)})"
+    return f"{amount} {less if b < a else more}"

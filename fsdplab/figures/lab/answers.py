@@ -71,16 +71,21 @@ class View:
             return self._drawn(records)
         if not guess.given:
             return self._hidden({})
+        unit = self._preset.guess_unit
         try:
-            judged = judge(guess, outcome(self.first), outcome(self.runs[self.b]), self._unit)
+            judged = judge(guess, outcome(self.first), outcome(self.runs[self.b]), unit)
         except ValueError as wrong:
             return self._hidden({"guess": str(wrong)})
-        return {**self._drawn(records), "judged": judged, "guessed": guessed_bytes(guess.memory, self._unit)}
+        return {
+            **self._drawn(records),
+            "judged": judged,
+            "guessed": guessed_bytes(guess.memory, self._preset.guess_unit),
+        }
 
     def _hidden(self, errors: dict[str, str]) -> Hidden:
         sides = f"A is {self.name}, B is {self.b}"
         asks = f"Before you look: {sides}. Whose step is shorter, and how much memory does B need?"
-        return Hidden(hidden=True, errors=errors, a=self.a, b=self.b, asks=asks, unit=self._unit)
+        return Hidden(hidden=True, errors=errors, a=self.a, b=self.b, asks=asks, unit=self._preset.guess_unit)
 
     def _drawn(self, records: Sequence[RunRecord]) -> Drawn:
         card = parse_card(self.choices.card)
@@ -96,7 +101,7 @@ class View:
             card=card,
             judged="",
             guessed=None,
-            clock=f"simulated on {self._preset.gpu.upper() + ' GPUs' if self._preset.gpu else 'the steady card'}",
+            clock=self._preset.clock,
             memory_title=memory_title(rows, card),
             step_title=step_title(rows),
             difference=difference(a, b, (self.name, self.b), self.choices.precision),
@@ -122,11 +127,6 @@ class View:
     @property
     def _preset(self) -> Preset:
         return PRESETS[self.choices.preset]
-
-    @property
-    def _unit(self) -> str:
-        """The unit of a guess of memory that is a number alone."""
-        return "GB" if self._preset.gpu else "MB"
 
     def marks(self) -> list[Mark]:
         """Where the crossovers of A and B stand on the link's slider. They take longer than all else, so they are sent

@@ -21,13 +21,17 @@ def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
     >>> changes_of({"prefetch": 2, "model": "gpt-20m", "colour": "red"}, Choices())
     {'prefetch': 2}
     """
+    wanted = asked
     preset = PRESETS.get(asked.get("preset", now.preset))
-    wanted = vars(preset.choices) if preset and preset.choices.preset != now.preset else asked
+    if preset and preset.choices.preset != now.preset:
+        wanted = vars(preset.choices)
     changes = {}
     for name in CONTROLS:
         if name not in wanted:
             continue
-        value = tuple(wanted[name]) if isinstance(wanted[name], list) else wanted[name]
+        value = wanted[name]
+        if isinstance(value, list):  # JSON has no tuples
+            value = tuple(value)
         if value != getattr(now, name):
             changes[name] = value
     return changes
@@ -42,6 +46,17 @@ def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
     if asked.get("pin"):
         pinned = before.pinned or now
     return replace(before, **sides, pinned=pinned, guess=guess, more=bool(asked.get("more")))
+
+
+def moved(asked: Mapping[str, Any], choices: Choices, look: Look) -> tuple[dict[str, Any], Look]:
+    """The choices that the page has changed, and what it looks at then; another preset brings its own A and B."""
+    look = look_of(asked, look, choices)
+    changes = changes_of(asked.get("choices", {}), choices)
+    preset = PRESETS.get(changes.get("preset", ""))
+    if preset:
+        a, b = preset.sides
+        look = replace(look, a=a, b=b)
+    return changes, look
 
 
 def as_asked(look: Look, choices: Choices) -> Asked:

@@ -58,7 +58,9 @@ def row_of(strategy: str, run: Run, card: int | None, records: Sequence[RunRecor
 def _peak_words(peak: int | None, over: int) -> str:
     if not peak:
         return ""
-    return f"{size(peak)}: {size(over)} over" if over else size(peak)
+    if over:
+        return f"{size(peak)}: {size(over)} over"
+    return size(peak)
 
 
 def _bands(run: PlanSpec, predicted: Outcome) -> list[Band | None]:

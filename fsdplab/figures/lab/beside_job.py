@@ -51,9 +51,11 @@ def _less_than(job: RunRecord, fastest: RunRecord) -> str:
     run = view(fastest)
     workload = run.environment.get("workload") or {}
     units = workload.get("units") or run.spec.get("units")
-    memory = f" and {size(run.peak)}" if run.peak else ""
+    takes = step_of(run)
+    if run.peak:
+        takes += f" and {size(run.peak)}"
     less = percent(1 - (run.step_median or 0.0) / (job.summary.step_time_s.median or 1.0))
-    return f"{run.strategy} in units of {units} takes {step_of(run)}{memory} in the lab, {less} less."
+    return f"{run.strategy} in units of {units} takes {takes} in the lab, {less} less."
 
 
 def _comparable(record: RunRecord, job: RunRecord) -> bool:

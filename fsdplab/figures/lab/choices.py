@@ -148,6 +148,18 @@ class Preset:
     per_node: int = 8
     sides: tuple[str, str] = ("no_shard", "full_shard")  # A and B
 
+    @property
+    def clock(self) -> str:
+        """Where its steps are simulated."""
+        if self.gpu:
+            return f"simulated on {self.gpu.upper()} GPUs"
+        return "simulated on the steady card"
+
+    @property
+    def guess_unit(self) -> str:
+        """The unit of a guess of memory that is a number alone."""
+        return "GB" if self.gpu else "MB"
+
 
 _ON_GPUS = Choices(
     preset="8 x H100",
@@ -193,7 +205,9 @@ _name_of = lru_cache(maxsize=64)(name_of)  # which reads the file
 def models_of(preset: str, fixed: Fixed) -> tuple[str, ...]:
     """The models that a preset offers, one's own first; ModelError says in one line what is wrong with its file."""
     models = PRESETS[preset].models
-    return (_name_of(fixed["model"]), *models) if "model" in fixed else models
+    if "model" not in fixed:
+        return models
+    return (_name_of(fixed["model"]), *models)
 
 
 def own_model(choices: Choices, fixed: Fixed) -> str:
@@ -211,9 +225,11 @@ def sequence_of(choices: Choices, fixed: Fixed) -> int:
     on_gpus = bool(PRESETS[choices.preset].gpu)
     if "sequence_length" in fixed and not on_gpus:
         return int(fixed["sequence_length"])
-    most = SEQUENCE if on_gpus else choices.sequence  # of a model of one's own
-    longest = WORKLOADS[choices.model].context if choices.model in WORKLOADS else most
-    return min(choices.sequence, choices.tokens, longest)
+    sequence = min(choices.sequence, choices.tokens)
+    if choices.model in WORKLOADS:
+        return min(sequence, WORKLOADS[choices.model].context)
+    # a model of one's own, of which no longest sequence is known
+    return min(sequence, SEQUENCE) if on_gpus else sequence
 
 
 # ---- from choices to runs
@@ -265,10 +281,10 @@ def check(choices: Choices, fixed: Fixed | None = None) -> Request:
 
 def _wrong_choices(choices: Choices, fixed: Fixed) -> dict[str, str]:
     """Control -> what is wrong with its choice, as far as it can be seen before a run is made of all of them."""
-    # a preset says what the others may be
-    names = [*CONTROLS] if choices.preset in PRESETS else ["preset"]
+    if choices.preset not in PRESETS:  # which says what the others may be
+        return {"preset": _wrong("preset", choices, fixed)}
     errors = {}
-    for name in names:
+    for name in CONTROLS:
         words = _wrong(name, choices, fixed)
         if words:
             errors[name] = words
@@ -328,7 +344,9 @@ def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
     if "twin" in choices.engines:
         pairs.append(("full_shard", "twin"))
     specs = tuple(_spec(choices, strategy, engine, fixed) for strategy, engine in pairs)
-    return Request(specs, left_out=f"left out: {'; '.join(missing)}" if missing else "")
+    if missing:
+        return Request(specs, left_out=f"left out: {'; '.join(missing)}")
+    return Request(specs)
 
 
 def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec:

@@ -1,8 +1,10 @@
-// The strategy lab's instrument. The page keeps what the reader asks for; the kernel answers with plain data (messages.py),
-// and this module draws it: no figure library, so that an answer is on screen some milliseconds after it came.
+// The strategy lab's instrument. The page keeps what the reader asks for; Python answers with plain data (messages.py),
+// and this module draws it: no figure library, so that an answer is on screen some milliseconds after it came. Python is a
+// kernel of Jupyter's, behind anywidget's model, or runs beside the page (the first page of the course's site).
 
 const BUSY_AFTER_MS = 400;
 const ROW = 27, TITLE = 24, AXIS = 18, LEGEND = 16, LANE = 17, NAMES = 148, GAP = 16;
+const NARROW = 640, LINE = 18, LANE_NAMES = 78; // a narrow page: names have a line of their own above each bar
 const escape = (text) => String(text ?? "").replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const words = (name) => name.replaceAll("_", " ");
 const digits = (value, count) => Number(value.toPrecision(count));
@@ -112,9 +114,24 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
 
 // ---- the figure: memory and step bars on the same rows, below them the timeline of A above that of B
 
-function bars(answer, offers, width, tips) {
-  const panel = (width - NAMES - GAP) / 2, labels = Math.max(140, 0.17 * width), room = panel - labels;
-  const rows = answer.rows, bottom = TITLE + rows.length * ROW, left = [NAMES, NAMES + panel + GAP];
+// Where the panels of memory and of the step stand: side by side, or on a narrow page one above the other.
+// `tops` and `bottoms` are those of the bars with their titles; `keys` are the places of the legends: left, room, top.
+function placesOf(answer, offers, width) {
+  const count = answer.rows.length, all = [used(answer, offers), stepKeys(offers)];
+  if (width >= NARROW) {
+    const panel = (width - NAMES - GAP) / 2, left = [NAMES, NAMES + panel + GAP], bottom = TITLE + count * ROW;
+    const keys = [[0, left[1] - GAP], [left[1], width - left[1]]].map(([from, room]) => [from, room, bottom + AXIS + 12]);
+    const high = Math.max(2 * LEGEND, ...all.map((list, which) => legend(list, ...keys[which]).height));
+    return { narrow: false, left, room: panel - Math.max(140, 0.17 * width), tops: [0, 0], bottoms: [bottom, bottom], pitch: ROW, first: 4, keys, height: bottom + AXIS + 10 + high };
+  }
+  const pitch = ROW + LINE, high = TITLE + count * pitch, second = high + AXIS + 8 + legend(all[0], 0, width, 0).height;
+  const tops = [0, second], bottoms = tops.map((top) => top + high), keys = bottoms.map((bottom) => [0, width, bottom + AXIS + 10]);
+  return { narrow: true, left: [0, 0], room: width - 2, tops, bottoms, pitch, first: LINE + 4, keys, height: bottoms[1] + AXIS + 8 + legend(all[1], ...keys[1]).height };
+}
+const stepKeys = (offers) => [...offers.step, ["measured", "fl-measured"]].filter(([name]) => offers.measures || name !== "measured");
+
+function bars(answer, offers, places, tips) {
+  const { narrow, left, room, tops, bottoms, pitch } = places, rows = answer.rows;
   const ends = (row, which) => row.bands[which]?.ends ?? [0];
   const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0, ...ends(row, 0)]);
   const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0, ...ends(row, 1)]);
@@ -123,26 +140,30 @@ function bars(answer, offers, width, tips) {
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const out = [];
-  out.push(`<text class="fl-title" x="${left[0]}" y="14">${escape(answer.memory_title)}</text>`);
-  out.push(`<text class="fl-title" x="${left[1]}" y="14">${escape(answer.step_title)}</text>`);
+  for (const [which, title] of [answer.memory_title, answer.step_title].entries())
+    out.push(`<text class="fl-title" x="${left[which]}" y="${tops[which] + 14}">${escape(title)}</text>`);
   const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
   for (const [which, say] of [[0, sized], [1, asTime]])
     for (const part of [0, 0.5, 1]) {
-      const tick = x(which, most[which] * part), covered = tick + (part < 1 ? 24 : 0) > badge[0] && tick - (part < 1 ? 24 : 48) < badge[1];
-      out.push(`<path class="fl-grid" d="M${tick},${TITLE - 2}V${bottom}"/>`);
-      if (!covered) out.push(`<text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${tick}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
+      const tick = x(which, most[which] * part), covered = !which && tick + (part < 1 ? 24 : 0) > badge[0] && tick - (part < 1 ? 24 : 48) < badge[1];
+      const anchor = narrow && !part ? "start" : part < 1 ? "middle" : "end";
+      out.push(`<path class="fl-grid" d="M${tick},${tops[which] + TITLE - 2}V${bottoms[which]}"/>`);
+      if (!covered) out.push(`<text class="fl-small" text-anchor="${anchor}" x="${tick}" y="${bottoms[which] + 13}">${part ? say(most[which] * part) : 0}</text>`);
     }
-  for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
-    out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
+  if (!narrow) for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
+    out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottoms[which] + 13}">${escape(origin)}</text>`);
+  const high = ROW - 9, cuts = [];
   rows.forEach((row, index) => {
-    const y = TITLE + index * ROW + 4, high = ROW - 9, middle = y + high / 2 + 4;
+    const [y, ofStep] = tops.map((top) => top + TITLE + index * pitch + places.first), name = narrow ? y - LINE : y, middle = name + high / 2 + 4;
+    cuts.push(`M${at},${y - 2}v${high + 4}`);
     const sides = { A: row.pinned || (row.strategy === answer.a && !answer.asked.pin), B: !row.pinned && row.strategy === answer.b };
     for (const [place, side] of ["A", "B"].entries())
       if (!(row.pinned && side === "B") && !(answer.asked.pin && !row.pinned && side === "A"))
-        out.push(`<g class="fl-pick fl-${side}${sides[side] ? " fl-on" : ""}" role="button" tabindex="0" aria-pressed="${Boolean(sides[side])}" aria-label="${side} is ${escape(row.name)}" data-key="${side}:${row.strategy}:${row.pinned ?? ""}" data-pick="${side}" data-strategy="${row.pinned ? "" : row.strategy}"><rect x="${place * 20}" y="${y}" width="17" height="${high}" rx="4"/><text x="${place * 20 + 8.5}" y="${middle}" text-anchor="middle">${side}</text></g>`);
-    out.push(`<text class="fl-name" x="43" y="${row.note ? middle - 5 : middle}">${escape(row.strategy)}</text>`);
-    if (row.note) out.push(`<text class="fl-small" ${tip(`A is pinned with ${row.note}`)} x="43" y="${middle + 7}">${escape(short(row.note, 17))}</text>`);
+        out.push(`<g class="fl-pick fl-${side}${sides[side] ? " fl-on" : ""}" role="button" tabindex="0" aria-pressed="${Boolean(sides[side])}" aria-label="${side} is ${escape(row.name)}" data-key="${side}:${row.strategy}:${row.pinned ?? ""}" data-pick="${side}" data-strategy="${row.pinned ? "" : row.strategy}"><rect x="${place * 20}" y="${name}" width="17" height="${high - (narrow ? 2 : 0)}" rx="4"/><text x="${place * 20 + 8.5}" y="${middle}" text-anchor="middle">${side}</text></g>`);
+    out.push(`<text class="fl-name" x="43" y="${row.note && !narrow ? middle - 5 : middle}">${escape(row.strategy)}</text>`);
+    if (narrow) out.push(`<text class="fl-name" x="0" y="${ofStep - LINE + high / 2 + 4}">${escape(row.name)}</text>`);
+    if (row.note && !narrow) out.push(`<text class="fl-small" ${tip(`A is pinned with ${row.note}`)} x="43" y="${middle + 7}">${escape(short(row.note, 17))}</text>`);
     let from = 0;
     for (const [name, bytes] of row.memory) {
       out.push(`<rect ${tip(`${row.name}: ${words(name)} ${sized(bytes)}`)} x="${x(0, from)}" y="${y}" width="${Math.max(0, x(0, from + bytes) - x(0, from))}" height="${high}" fill="${offers.categories[name]}" class="fl-part"/>`);
@@ -152,22 +173,29 @@ function bars(answer, offers, width, tips) {
     from = 0;
     for (const [place, name] of offers.step.entries()) {
       const part = row.step?.[place] ?? 0;
-      if (part) out.push(`<rect ${tip(`${row.name}: ${name[0]} ${asTime(part)}`)} x="${x(1, from)}" y="${y}" width="${x(1, from + part) - x(1, from)}" height="${high}" fill="${name[1]}" class="fl-part"/>`);
+      if (part) out.push(`<rect ${tip(`${row.name}: ${name[0]} ${asTime(part)}`)} x="${x(1, from)}" y="${ofStep}" width="${x(1, from + part) - x(1, from)}" height="${high}" fill="${name[1]}" class="fl-part"/>`);
       from += part;
     }
     for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
-      const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
+      const real = row.measured?.[key], over = !which && row.over, barTop = which ? ofStep : y, line = barTop + high / 2 + 4;
       const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", here = which && row.here, band = row.bands[which], told = here ? `predicted here from the run of ${here.of}: ${here.words}` : "", below = seen || (over ? `${beyond} the card` : here ? `here ${here.words}` : band?.words ?? "");
-      if (band) out.push(`<path class="fl-band" ${tip(`${row.name}: ${band.words} ${band.of}`)} d="M${x(which, band.ends[0])},${y + high / 2 - 4}v8m0,-4H${x(which, band.ends[1])}m0,-4v8"/>`);
-      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
-      const beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
-      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
-      if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${middle + 7}">${escape(below)}</text>`);
+      if (band) out.push(`<path class="fl-band" ${tip(`${row.name}: ${band.words} ${band.of}`)} d="M${x(which, band.ends[0])},${barTop + high / 2 - 4}v8m0,-4H${x(which, band.ends[1])}m0,-4v8"/>`);
+      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${barTop - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
+      if (narrow) {
+        const [look, rest] = [over ? " fl-alarm" : "", below && `<tspan class="fl-small">${escape(below)}</tspan> `];
+        out.push(`<text class="fl-label${look}" text-anchor="end" x="${left[which] + room}" y="${line - LINE}">${rest}<tspan>${escape(first)}</tspan></text>`);
+        continue;
+      }
+      const end = left[which] + room + 12, beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
+      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? line - 5 : line}">${escape(first)}${beside}</text>`);
+      if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${line + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
-  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
-  return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
+  if (narrow && answer.card) out.push(`<path class="fl-cut" d="${cuts.join("")}"/>`); // beside the bars only: it crosses no name
+  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom: bottoms[0], per: most[0] / room, left: left[0] } : null;
+  const lists = [used(answer, offers), stepKeys(offers)].map((list, which) => legend(list, ...places.keys[which]).svg);
+  return { svg: [...out, ...lists].join(""), card };
 }
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
@@ -188,13 +216,16 @@ function legend(list, left, room, top) {
 function timeline(answer, offers, width, top, tips) {
   const runs = answer.timeline;
   if (!runs.length) return { svg: "", height: 0 };
-  const end = roundUp(Math.max(...runs.map((run) => run.step))), room = width - NAMES - 70;
-  const x = (ms) => NAMES + (room * ms) / end;
+  const narrow = width < NARROW, names = narrow ? LANE_NAMES : NAMES, above = narrow ? 16 : 0;
+  const end = roundUp(Math.max(...runs.map((run) => run.step))), room = width - names - (narrow ? 16 : 70);
+  const x = (ms) => names + (room * ms) / end;
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
-  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13).svg];
+  const keys = narrow ? legend(offers.kinds, 0, width, top + 32) : legend(offers.kinds, 160, width - 160, top + 13);
+  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, keys.svg];
+  const start = top + TITLE + (narrow ? keys.height : 0), pitch = 2 * LANE + 8 + above;
   runs.forEach((run, index) => {
-    const y = top + TITLE + index * (2 * LANE + 8);
+    const y = start + above + index * pitch;
     out.push(`<text class="fl-name" x="0" y="${y + 12}"><tspan class="fl-side fl-${run.side}">${run.side}</tspan> computes</text><text class="fl-name" x="0" y="${y + LANE + 12}"><tspan visibility="hidden">${run.side}</tspan> sends</text>`);
     for (const [from, to, unit, phase] of run.compute)
       out.push(box(from, to, y, offers.lanes[phase] ?? offers.lanes.forward, "fl-block", `${run.side} computes: ${[...new Set([unit, phase])].filter(Boolean).join(" ")}, ${asTime((to - from) / 1e3)}`));
@@ -203,12 +234,12 @@ function timeline(answer, offers, width, top, tips) {
     for (const [from, to, unit, phase, kind, size, waited, cause] of run.messages)
       out.push(box(from, to, y + LANE, offers.lanes[kind] ?? offers.lanes["other-communication"], "fl-block",
         `${run.side}: ${kind} of ${unit || "root"} in ${phase}, ${size}, ${asTime((to - from) / 1e3)}; ${waited ? `${asTime(waited / 1e3)} exposed: ${cause}` : "all hidden"}`));
-    out.push(`<path class="fl-end" d="M${x(run.step)},${y - 2}v${2 * LANE + 2}"/><text class="fl-label" x="${x(run.step) + 5}" y="${y + 18}">${asTime(run.step / 1e3)}</text>`);
+    out.push(`<path class="fl-end" d="M${x(run.step)},${y - 2}v${2 * LANE + 2}"/><text class="fl-label" ${narrow ? `text-anchor="end" x="${x(run.step)}" y="${y - 5}"` : `x="${x(run.step) + 5}" y="${y + 18}"`}>${asTime(run.step / 1e3)}</text>`);
   });
-  const bottom = top + TITLE + runs.length * (2 * LANE + 8) - 4;
+  const bottom = start + runs.length * pitch - 4;
   const pieces = [1.5, 3, 6].includes(digits(end / 10 ** Math.floor(Math.log10(end)), 3)) ? 3 : 4;
   for (const part of [...Array(pieces + 1).keys()].map((place) => place / pieces))
-    out.push(`<path class="fl-grid" d="M${x(end * part)},${top + TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${x(end * part)}" y="${bottom + 12}">${part ? asTime((end * part) / 1e3) : 0}</text>`);
+    out.push(`<path class="fl-grid" d="M${x(end * part)},${start - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${x(end * part)}" y="${bottom + 12}">${part ? asTime((end * part) / 1e3) : 0}</text>`);
   return { svg: out.join(""), height: bottom + AXIS - top };
 }
 
@@ -270,11 +301,15 @@ function render({ model, el }) {
   const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const sequence = slider("sequence", { label: () => "Sequence length", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
+  const ofRuns = [
+    typed("Timed steps", "steps", ask),
+    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+  ];
   const more = [
-    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.values.units, ask), menu("Recompute", "checkpoint", () => offers.values.checkpoint, ask), menu("Optimizer", "optimizer", () => offers.values.optimizer, ask),
+    typed("Card", "card", ask), menu("Units", "units", () => offers.values.units, ask), menu("Recompute", "checkpoint", () => offers.values.checkpoint, ask), menu("Optimizer", "optimizer", () => offers.values.optimizer, ask),
     menu("Ranks a shard group", "shard_size", () => offers.values.shard_size, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
     typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.values.as_model, ask),
-    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+    ...(offers.measures ? ofRuns : []),
   ];
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
   const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });
@@ -335,7 +370,7 @@ function render({ model, el }) {
     const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
     measure.disabled = now.busy || !presetOf().measured;
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
-    measure.title = presetOf().measured ? "train these runs on this machine" : "these GPUs are not here: their runs are simulated and cannot be measured";
+    measure.title = presetOf().measured ? offers.measures ? "train these runs on this machine" : "say where runs can be measured" : "these GPUs are not here: their runs are simulated and cannot be measured";
     cancel.disabled = !now.cancels;
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
@@ -349,11 +384,10 @@ function render({ model, el }) {
     unit.textContent = ` ${answer.unit ?? ""}`;
     if (answer.rows && el.clientWidth) {
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
-      const inside = width / scale, top = bars(answer, offers, inside, tips);
-      const keys = [legend(used(answer, offers), 0, top.middle - GAP, top.height + 12), legend([...offers.step, ["measured", "fl-measured"]], top.middle, inside - top.middle, top.height + 12)];
-      const legends = top.height + 10 + Math.max(2 * LEGEND, ...keys.map((each) => each.height));
-      const below = timeline(answer, offers, inside, legends, tips), height = legends + below.height;
-      keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys.map((each) => each.svg).join("")}${below.svg}</svg>`; });
+      const inside = width / scale, places = placesOf(answer, offers, inside), top = bars(answer, offers, places, tips);
+      const below = timeline(answer, offers, inside, places.height, tips), height = places.height + below.height;
+      root.classList.toggle("fl-narrow", places.narrow);
+      keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${below.svg}</svg>`; });
       drawn = { tips, card: top.card, scale };
       root.style.setProperty("--fl-scale", scale);
       placeCard();

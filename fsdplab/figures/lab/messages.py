@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+# what the page says where the kernel does not answer at once
+WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
+
 
 class Asked(TypedDict, total=False):
     """What the page asks for, and what an answer was given to."""

@@ -12,13 +12,13 @@ from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
 from fsdplab.workloads.own.sources import reads_text
 
 from .choices import CONTROLS, PRESETS, TARGETS, TUNNEL, Choices, Fixed, models_of
-from .messages import Offers, PresetOffer
+from .messages import WAITING, Offers, PresetOffer
 
 _PASSES = {"forward": "compute in forward", "backward": "compute in backward"}  # phase -> its lane of the colours
 _SENDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-def offers_of(fixed: Fixed, waiting: str, measures: bool = True) -> Offers:
+def offers_of(fixed: Fixed, waiting: str = WAITING, measures: bool = True) -> Offers:
     """All that can be chosen where `fixed` are further fields of each run; `waiting` is shown while an answer is to
     come, and `measures` says whether runs can be measured where the page is.
     """

@@ -116,7 +116,9 @@ def recorded_model() -> Any:
 def _version_of(run: Run) -> str:
     """What tells that the file of a model of one's own was edited."""
     spec = run_of(run)
-    return source_of(spec.model).digest if spec and spec.own_model else ""
+    if spec is None or not spec.own_model:
+        return ""
+    return source_of(spec.model).digest
 
 
 def _on_any_card(run: Run) -> Run:
@@ -149,9 +151,11 @@ def _work_of(run: Run) -> StepWork | None:
         return run.work
     if isinstance(run, PlanSpec):
         return work_of(run)
-    if run.own_model:
-        return recorded_model().steady_work(run) if run.link else None
-    return None if why_not_steady(run) else work_of(steady_plan_of(run), 1.0).shared(streams=False)
+    if run.own_model and run.link:
+        return recorded_model().steady_work(run)
+    if run.own_model or why_not_steady(run):
+        return None
+    return work_of(steady_plan_of(run), 1.0).shared(streams=False)
 
 
 def _simulated(run: Run) -> tuple[Step, Blocks] | tuple[None, None]:

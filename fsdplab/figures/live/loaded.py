@@ -5,8 +5,7 @@ It answers every value of every control once in a process of its own, and lists 
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from fsdplab.common.lazy import loaded_files
 
 from .answer import answer
 from .controls import controls
@@ -17,12 +16,7 @@ def main() -> None:
     for each in controls():
         for value in each.values:
             answer({each.name: value}, 0)
-    for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] == "fsdplab" and module.__file__:
-            file = Path(module.__file__)
-            print(file)
-            if (stub := file.with_suffix(".pyi")).exists():
-                print(stub)
+    print(*loaded_files(), sep="\n")
 
 
 if __name__ == "__main__":

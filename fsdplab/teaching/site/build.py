@@ -17,13 +17,13 @@ from nbformat import NotebookNode
 from fsdplab.common.files import write_whole
 from fsdplab.common.places import shared_folder
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
-from fsdplab.teaching.site.live import NAMES, Pyodide, live_files
-from fsdplab.teaching.site.pages import Lesson, deck_of, lesson_of, page_of, styles, text_page
+from fsdplab.teaching.site.live import FIRST_PAGE, NAMES, Pyodide, live_files
+from fsdplab.teaching.site.pages import Lesson, deck_of, lesson_of, page_of, styles, text_html, text_page
 from fsdplab.teaching.site.stills import add_stills
 
 MOST_BYTES = 40_000_000
 MANIFEST = "site.json"
-_BESIDE_LESSONS = ("index.html", "glossary.html", "pages.css", MANIFEST)
+_BESIDE_LESSONS = (FIRST_PAGE, "glossary.html", "pages.css", MANIFEST)
 _FIRST_PAGE = """# Fully sharded training, from one collective to a plan for thousands of GPUs
 
 A course of {count} notebooks that run on any laptop with two CPU cores. Each one asks a question, lets you predict the
@@ -57,7 +57,7 @@ class Site:
 
 def build_site(executed: Path | str, out: Path | str, where: str = "", live: Pyodide | None = None) -> Site:
     """Write the site of every executed notebook in a folder to `out`; `where` says on which machine they ran, and
-    `live` from where the planner's page gets Python: without, there is no such page.
+    `live` from where the pages that run in the browser get Python: without, there are none.
 
     Raises CourseError for notebooks that cannot be read, were not executed or have odd names, for a folder that holds
     files of somebody else's under the names of the site's, and for a site of more than 40 MB.
@@ -110,7 +110,7 @@ def _listed(files: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
 def check_out(out: Path | str, sources: Path | str, live: bool = False) -> None:
     """CourseError where the site of a folder of notebooks could not be written to `out`: before they run for minutes.
 
-    The folder is made. `live`: with the planner's page.
+    The folder is made. `live`: with the pages that run in the browser.
     """
     folder, own = Path(out), (*_BESIDE_LESSONS, *(NAMES if live else ()))
     _earlier(folder, [*(f"{path.stem}.html" for path in notebooks_in(sources)), *own])
@@ -168,11 +168,12 @@ def _files(read_in: Sequence[tuple[Lesson, NotebookNode]], where: str, live: Pyo
         beside = {"before": before, "after": after, "live": live is not None}
         files[f"{lesson.name}.html"] = page_of(notebook, lesson.title, **beside)
     first = _first_page(lessons, where, live is not None)
-    files["index.html"] = text_page(first, "The course", live=live is not None)
+    files[FIRST_PAGE] = text_page(first, "The course", live=live is not None)
     glossary = (shared_folder("notebooks") / "GLOSSARY.md").read_text(encoding="utf-8")
     files["glossary.html"] = text_page(glossary, "Glossary", live=live is not None)
     files["pages.css"] = styles()
-    files |= live_files(live) if live else {}
+    if live:
+        files |= live_files(live, text_html(f"#{first}"))  # a section below the strategy lab
     return _listed(files)
 
 

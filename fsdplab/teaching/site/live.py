@@ -1,8 +1,9 @@
-"""The page that plans a job in the browser: its sources as an archive, Pyodide's files, and the page itself.
+"""The two pages that run the library in the browser: their sources as archives, Pyodide's files, and the pages.
 
-The page runs the library's own planner, in CPython compiled to WebAssembly (Pyodide). Its archive holds the modules
-that answering needs, and nothing else. Until Python has started, and where it cannot, the page shows the plan of the
-default choice, which was made by the same code when the site was built.
+One plans a job; the other, the site's first page, begins with the strategy lab. Both run the library's own modules in
+CPython compiled to WebAssembly (Pyodide). An archive holds the modules that answering needs, and nothing else. Until
+Python has started, and where it cannot, a page shows the answer to its first choice, which was made by the same code
+when the site was built.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import fsdplab
 from fsdplab.common.files import read_file
 from fsdplab.common.pythons import run_of
+from fsdplab.figures import lab
+from fsdplab.figures.lab.page import first_values
 from fsdplab.figures.live.answer import answer
 from fsdplab.figures.live.controls import controls
+from fsdplab.figures.report.parts import in_script
 from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
 from fsdplab.teaching.authoring.course import CourseError
 
 VERSION = "314.0.7"
 CDN = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
 PAGE, SOURCES, CACHE = "planner.html", "planner-sources.zip", "planner-cache.js"
+FIRST_PAGE, LAB_SOURCES = "index.html", "lab-sources.zip"
 _PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-NAMES = (PAGE, "planner.js", "planner.css", "site.css", "site.js", SOURCES, CACHE, *_PYODIDE)
+_OF_THE_PLANNER = ("planner.js", "planner.css")
+_OF_THE_LAB = ("lab-worker.js", "lab.css")
+_OF_BOTH = ("site.css", "site.js")
+# beside the first page, which a site without these has, too
+NAMES = (PAGE, *_OF_THE_PLANNER, *_OF_THE_LAB, *_OF_BOTH, SOURCES, LAB_SOURCES, CACHE, *_PYODIDE)
 _LOADED_BYTES = 13_400_000  # of the pinned version's wasm and standard library, as the page counts them
 _LARGEST_FILE = 10**8
 _STILL = 760  # pixels of the drawings that are shown until Python has started
@@ -73,20 +82,32 @@ def pyodide(where: str | None = None) -> Pyodide:
         raise CourseError(f"--pyodide {error.filename}: {error.strerror or error}") from error
 
 
-def live_files(source: Pyodide) -> dict[str, str | bytes]:
-    """File name -> content of all that the page needs."""
+def live_files(source: Pyodide, course: str) -> dict[str, str | bytes]:
+    """File name -> content of all that the two pages need; `course` is the HTML of what the first page has below the
+    strategy lab.
+    """
+    planner_archive, lab_archive = _archive("fsdplab.figures.live.loaded"), _archive("fsdplab.figures.lab.loaded")
     page = partial(_rendered, mark=hashlib.sha256(_verbatim("planner.js").encode()).hexdigest()[:32])
-    archive = _archive()
-    setup = {"pyodide": source.address, "sources": SOURCES, "bytes": source.counted_bytes + len(archive)}
+    first = first_values()
     files: dict[str, str | bytes] = {
-        PAGE: page(
-            "planner.html", title="Plan a job", controls=controls(), shown=answer({}, _STILL), setup=json.dumps(setup)
+        FIRST_PAGE: page(
+            "lab.html",
+            title="The course",
+            course=course,
+            first=first,
+            first_json=in_script(json.dumps(first)),
+            setup=_setup(source, LAB_SOURCES, lab_archive),
         ),
-        "planner.js": page("planner.js"),
-        "planner.css": page("planner.css"),
-        "site.css": page("site.css"),
-        "site.js": page("site.js"),
-        SOURCES: archive,
+        PAGE: page(
+            "planner.html",
+            title="Plan a job",
+            controls=controls(),
+            shown=answer({}, _STILL),
+            setup=_setup(source, SOURCES, planner_archive),
+        ),
+        SOURCES: planner_archive,
+        LAB_SOURCES: lab_archive,
+        **{name: page(name) for name in (*_OF_THE_PLANNER, *_OF_THE_LAB, *_OF_BOTH)},
         **source.files,
     }
     kept = [*files, "./"]
@@ -95,9 +116,16 @@ def live_files(source: Pyodide) -> dict[str, str | bytes]:
     return files | {CACHE: page(CACHE, version=digest.hexdigest()[:16], kept=json.dumps(kept))}
 
 
-def _archive() -> bytes:
-    """The sources as they lie beside the package's folder."""
-    listed = subprocess.run(run_of("fsdplab.figures.live.loaded"), capture_output=True, text=True, check=True).stdout
+def _setup(source: Pyodide, sources: str, archive: bytes) -> str:
+    """What a page's script has to know: where Python and the archive are, and how many bytes both have."""
+    return json.dumps(
+        {"pyodide": source.address, "sources": sources, "bytes": source.counted_bytes + len(archive), "cache": CACHE}
+    )
+
+
+def _archive(lists_files: str) -> bytes:
+    """The sources that a module lists when it is run, as they lie beside the package's folder."""
+    listed = subprocess.run(run_of(lists_files), capture_output=True, text=True, check=True).stdout
     root, content = Path(fsdplab.__file__).parents[1], io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for path in map(Path, listed.splitlines()):
@@ -107,9 +135,10 @@ def _archive() -> bytes:
 
 
 def _templates() -> Environment:
-    """The page's own templates, and the report's, whose style it shares."""
+    """The pages' own templates, the report's, whose style they share, and the instrument's script."""
+    folders = [PackageLoader("fsdplab.teaching.site"), PackageLoader("fsdplab.figures.report")]
     made = Environment(
-        loader=ChoiceLoader([PackageLoader("fsdplab.teaching.site"), PackageLoader("fsdplab.figures.report")]),
+        loader=ChoiceLoader([*folders, FileSystemLoader(Path(lab.__file__).parent)]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
