@@ -17,7 +17,7 @@ from fsdplab.profiling import core_waits
 from fsdplab.profiling.core_waits import waits_between
 from fsdplab.profiling.intervals import EMPTY, size, union
 from fsdplab.profiling.traces.account import account
-from fsdplab.profiling.traces.collectives import Collective, Piece
+from fsdplab.profiling.traces.collective import Collective, Piece
 from fsdplab.profiling.traces.events import Window
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 from fsdplab.profiling.traces.skew import with_peers

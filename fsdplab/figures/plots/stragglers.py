@@ -16,8 +16,9 @@ from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
+from fsdplab.profiling.arrivals import Arrivals, Key, arrivals_of
 from fsdplab.profiling.findings import WORTH_SAYING
-from fsdplab.profiling.late_rank import Arrivals, Key, arrivals_of, late_rank_of, too_few_steps
+from fsdplab.profiling.late_rank import late_rank_of, too_few_steps
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red

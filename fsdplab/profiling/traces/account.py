@@ -37,7 +37,7 @@ import numpy as np
 
 from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, first_label, pairs, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
-from fsdplab.profiling.traces.collectives import Collective
+from fsdplab.profiling.traces.collective import Collective
 from fsdplab.profiling.traces.event_kinds import Kind
 from fsdplab.profiling.traces.events import Events, Window
 from fsdplab.profiling.traces.idle_causes import AT_ONCE_NS, idle_causes

@@ -21,7 +21,8 @@ from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, size, subt
 from fsdplab.profiling.traces.account import TraceSets
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.clocks import Clock
-from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
+from fsdplab.profiling.traces.collective import Collective
+from fsdplab.profiling.traces.collectives import communicating, find_collectives
 from fsdplab.profiling.traces.event_kinds import Kind
 from fsdplab.profiling.traces.event_reader import check_device, read_events
 from fsdplab.profiling.traces.events import Events, Window

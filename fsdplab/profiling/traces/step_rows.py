@@ -20,7 +20,7 @@ from fsdplab.common.rows import grouped
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
-from fsdplab.profiling.traces.collectives import Collective
+from fsdplab.profiling.traces.collective import Collective
 from fsdplab.profiling.traces.steps import Step, pieces_of
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
 
