@@ -52,6 +52,7 @@ def elsewhere(spec: PlanSpec) -> Elsewhere:
     nodes = max(1, spec.gpus // spec.gpus_per_node)
     known, host = host_memory_of(spec), node_host_bytes(spec)
     saved = checkpoint_bytes(spec)
+    a_node = saved / nodes
     rate = float(spec.storage or ASSUMED_STORAGE)
     return Elsewhere(
         host_bytes=host,
@@ -60,8 +61,8 @@ def elsewhere(spec: PlanSpec) -> Elsewhere:
         drive_bytes=host,
         drive_bytes_per_step=_drive_bytes_per_step(spec),
         checkpoint_bytes=saved,
-        checkpoint_bytes_a_node=saved / nodes,
-        checkpoint_s=saved / nodes / rate,
+        checkpoint_bytes_a_node=a_node,
+        checkpoint_s=a_node / rate,
         storage_bytes_per_s=rate,
         storage_assumed=spec.storage is None,
     )
@@ -78,14 +79,24 @@ def checkpoint_bytes(spec: PlanSpec) -> float:
     """
     sharded = strategies_that(lambda row: row.saves_most)[0]
     alone = changed(
-        spec, gpus=1, strategy=sharded, shard_size=None, tensor_parallel=1, context_parallel=1, pipeline_parallel=1,
-        expert_parallel=1, schedule="1f1b", virtual_stages=1, nics=None, network=None,
-    )  # fmt: skip
+        spec,
+        gpus=1,
+        strategy=sharded,
+        shard_size=None,
+        tensor_parallel=1,
+        context_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=1,
+        schedule="1f1b",
+        virtual_stages=1,
+        nics=None,
+        network=None,
+    )
     assert alone is not None, "one GPU without any parallelism contradicts nothing"
     state = all_units(alone).optimizer_state
     if not spec.lora_rank:
         return spec.model.parameters * spec.rest_bytes + state
-    trained = spec.model.layers * sum(each.count for each in adapters(spec.model.block, spec.lora_rank))
+    trained = spec.model.layers * sum(factor.count for factor in adapters(spec.model.block, spec.lora_rank))
     return trained * spec.rest_bytes + state
 
 
@@ -95,8 +106,8 @@ def _drive_bytes_per_step(spec: PlanSpec) -> float:
     """
     if not spec.offload:
         return 0.0
-    every = all_units(spec)
-    stepped = 2 * every.optimizer_state + 3 * every.sharded_gradients
+    states = all_units(spec)
+    stepped = 2 * states.optimizer_state + 3 * states.sharded_gradients
     return (host_crossing(spec) + stepped) * min(spec.gpus, spec.gpus_per_node)
 
 
