@@ -105,10 +105,9 @@ def overlap_point(record: RunRecord) -> OverlapPoint:
     tokens, beside the target's ratio under full sharding, and is the whole step's, for which that ratio is defined.
     """
     machine, name = record.spec.get("emulate"), record.spec.get("as_model")
-    stands_for_another = bool(machine and name)
-    sent, computed_ns = _profiled(record, without=() if stands_for_another else (ROOT, ""))
+    sent, computed_ns = _profiled(record, without=() if machine and name else (ROOT, ""))
     measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed_ns
-    if stands_for_another:
+    if machine and name:
         shape = model(name)
         target = wind_tunnel(
             parse_cluster(machine),
