@@ -43,7 +43,7 @@ class Elsewhere:
         return self.host_memory_bytes is None or self.host_bytes <= self.host_memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return asdict(self) | {"fits_host": self.fits_host}
 
 
@@ -111,24 +111,24 @@ def _drive_bytes_per_step(spec: PlanSpec) -> float:
     return (host_crossing(spec) + stepped) * min(spec.gpus, spec.gpus_per_node)
 
 
-def sentences(found: Elsewhere) -> Iterator[tuple[str, str]]:
+def sentences(needed: Elsewhere) -> Iterator[tuple[str, str]]:
     """Yield a name and what is needed, in words."""
-    if found.host_bytes:
-        yield HOST, _host_sentence(found)
+    if needed.host_bytes:
+        yield HOST, _host_sentence(needed)
         yield "host cores", f"the optimizer is timed as on {OPTIMIZER_CORES} cores a node"
-        files = f"{size(found.drive_bytes)} a node, {size(found.drive_bytes_per_step)} read or written a step"
+        files = f"{size(needed.drive_bytes)} a node, {size(needed.drive_bytes_per_step)} read or written a step"
         yield "the same states in files", f"{files}; fsdplab plans no step with them"
-    assumed = ", assumed; --storage names another" if found.storage_assumed else ""
-    rate = f"{size(found.storage_bytes_per_s)}/s a node{assumed}"
-    written = f"{size(found.checkpoint_bytes)} in all, {size(found.checkpoint_bytes_a_node)} a node"
-    yield "a checkpoint", f"{written}: {seconds(found.checkpoint_s)} at {rate}"
+    assumed = ", assumed; --storage names another" if needed.storage_assumed else ""
+    rate = f"{size(needed.storage_bytes_per_s)}/s a node{assumed}"
+    written = f"{size(needed.checkpoint_bytes)} in all, {size(needed.checkpoint_bytes_a_node)} a node"
+    yield "a checkpoint", f"{written}: {seconds(needed.checkpoint_s)} at {rate}"
 
 
-def _host_sentence(found: Elsewhere) -> str:
-    needs = f"{size(found.host_bytes)} are needed"
-    if found.host_memory_bytes is None:
+def _host_sentence(needed: Elsewhere) -> str:
+    needs = f"{size(needed.host_bytes)} are needed"
+    if needed.host_memory_bytes is None:
         return f"{needs}; how much a node has is not known here: give --host-memory, such as 512GB"
-    has = f"{size(found.host_memory_bytes)} ({found.host_memory_of})"
-    if found.fits_host:
+    has = f"{size(needed.host_memory_bytes)} ({needed.host_memory_of})"
+    if needed.fits_host:
         return f"{needs} of {has}"
     return f"{needs}, which do not fit in {has}"

@@ -81,11 +81,11 @@ def copies(spec: PlanSpec, shard_bytes: float, gradient_bytes: float) -> dict[st
     """
     rate = host_link(spec).bytes_per_s
     is_shared = spec.gpu.link.name.startswith("pcie")
-    found = {}
+    transfers = {}
     for kind, nbytes in ((TO_DEVICE, shard_bytes), (TO_HOST, gradient_bytes)):
         link = "node" if is_shared else kind
-        found[kind] = Transfer(kind, nbytes, rate, axis=kind, link=link)
-    return found
+        transfers[kind] = Transfer(kind, nbytes, rate, axis=kind, link=link)
+    return transfers
 
 
 def copied_bytes(spec: PlanSpec, unit: str) -> tuple[float, float]:

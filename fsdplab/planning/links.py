@@ -161,25 +161,28 @@ def _preset(text: str) -> LinkSpec | None:
 
 def _rate(text: str) -> LinkSpec | None:
     match = _RATE.fullmatch(text)
-    if match is None or (value := _number(match[1])) is None:
+    if match is None:
         return None
-    unit = match[3]
+    value, prefix, unit = _number(match[1]), match[2], match[3]
+    if value is None:
+        return None
     if unit.lower().startswith("bit"):
         bits = 8.0
     elif unit.lower().startswith("byte") or unit.startswith("B"):
         bits = 1.0
-    elif match[2].isupper() or unit.lower() == "bps":
+    elif prefix.isupper() or unit.lower() == "bps":
         bits = 8.0  # Gb/s, Mbps: where the prefix is a capital, the small b was meant
     else:
         raise LinkError(
-            f"link {text!r} could mean bits or bytes; write {match[1]}{match[2]}bit or {match[1]}{match[2].upper()}B/s"
+            f"link {text!r} could mean bits or bytes; write {match[1]}{prefix}bit or {match[1]}{prefix.upper()}B/s"
         )
-    return LinkSpec(text, value * _PREFIX[match[2].lower()] / bits, 0.0)
+    return LinkSpec(text, value * _PREFIX[prefix.lower()] / bits, 0.0)
 
 
 def _latency(text: str, behind: str) -> float:
     match = _LATENCY.fullmatch(behind)
-    if match is None or (value := _number(match[1])) is None or match[2] is None and value:
+    value = _number(match[1]) if match else None
+    if match is None or value is None or value and match[2] is None:  # 0 needs no unit
         raise LinkError(
             f"link {text!r} has the latency {behind!r}; expected a number with ns, us, ms or s, such as 50us"
         )

@@ -63,7 +63,7 @@ class Measured:
         return self.closed_form_s, self.simulated_s, self.measured_s
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return {**asdict(self), "ratio": self.ratio}
 
 
@@ -144,7 +144,7 @@ def recorded(record: RunRecord, name: str = "") -> list[Measured]:
     """
     _check(record)
     source = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
-    found = []
+    quantities = []
     by_step = grouped(record.table("breakdown"), lambda row: row["step"])
     for step, rows in sorted(by_step.items()):
         work = _work_of(record, step, len(rows))
@@ -154,12 +154,12 @@ def recorded(record: RunRecord, name: str = "") -> list[Measured]:
         on_link_s = _mean_s(rows, "on_link_ns")
         parts_s = _mean_s(rows, "compute_ns") + on_link_s + _mean_s(rows, "waiting_ns")
         run = f"{name or record.path.name}, step {step}"
-        found += [
+        quantities += [
             Measured(run, source, RECORDED, STEP, step_seconds(work), simulated.step_s, measured_s),
             Measured(run, source, RECORDED, SIMULATED_PARTS, None, simulated.step_s, parts_s),
             Measured(run, source, RECORDED, EXPOSED, None, exposed_s, on_link_s),
         ]
-    return found
+    return quantities
 
 
 def _mean_s(rows: Sequence[Mapping[str, Any]], column: str) -> float:

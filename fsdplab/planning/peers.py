@@ -54,7 +54,7 @@ class PeerlessBand:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return {
             "assumed_bytes_per_s": self.assumed,
             "least_bytes_per_s": self.least,

@@ -60,8 +60,11 @@ def more_recomputation(spec: PlanSpec) -> list[Changes]:
 
 def smaller_losses(spec: PlanSpec) -> list[Changes]:
     """Return the losses that need less memory than the plan's."""
-    less: dict[str, list[Changes]] = {"eager": [{"loss": "fused"}, _CHUNKED], "fused": [_CHUNKED], "chunked": []}
-    return less[spec.loss]
+    if spec.loss == "eager":
+        return [{"loss": "fused"}, _CHUNKED]
+    if spec.loss == "fused":
+        return [_CHUNKED]
+    return []
 
 
 def smaller_reductions(spec: PlanSpec) -> list[Changes]:
@@ -325,14 +328,14 @@ def _cost(remedy: Remedy) -> tuple[float, float]:
 # ---- in words
 
 
-def lacking(found: Plan) -> str | None:
+def lacking(plan: Plan) -> str | None:
     """Return what is missing and by how much, in one line; None for a plan that fits.
 
     `35.3 GB of sharded parameters on a 25.8 GB card, 152 GB too much in all`
     """
-    if found.fits:
+    if plan.fits:
         return None
-    peak, card = found.memory.peak, found.spec.gpu.memory_bytes
+    peak, card = plan.memory.peak, plan.spec.gpu.memory_bytes
     what = size(peak.total)
     for category, nbytes in peak.by_category.items():
         if nbytes > card:  # it alone is too much
@@ -341,15 +344,15 @@ def lacking(found: Plan) -> str | None:
     return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all"
 
 
-def shortfall(found: Plan) -> str | None:
+def shortfall(plan: Plan) -> str | None:
     """Return what is missing, and the remedies, in one line; None for a plan that fits."""
-    missing = lacking(found)
+    missing = lacking(plan)
     if missing is None:
         return None
-    ways = [in_words(remedy) for remedy in remedies(found.spec)]
+    ways = [in_words(remedy) for remedy in remedies(plan.spec)]
     advice = ", or ".join(ways) or "a smaller model or larger cards: no change tried makes it fit"
     parts = [missing, f"needs {advice}"]
-    cards = in_cards(found.spec)
+    cards = in_cards(plan.spec)
     if cards:
         parts.append(cards)
     return "; ".join(parts)

@@ -244,7 +244,7 @@ def _joined(combination: Sequence[Changes]) -> Changes:
 
 
 def _best(
-    plans: Sequence[Candidate], own: PlanSpec, cost: Callable[[Candidate], float], prefer_gpus: bool = False
+    plans: Sequence[Candidate], given: PlanSpec, cost: Callable[[Candidate], float], prefer_gpus: bool = False
 ) -> Candidate | None:
     """Return, of the plans whose cost is the least within EQUAL, the one that changes least; then the smallest."""
     if not plans:
@@ -254,15 +254,15 @@ def _best(
 
     def preference(candidate: Candidate) -> tuple[float, ...]:
         gpus = -candidate.spec.gpus if prefer_gpus else 0
-        return gpus, changes_of(candidate.spec, own), candidate.peak
+        return gpus, changes_of(candidate.spec, given), candidate.peak
 
     return min(equal, key=preference)
 
 
-def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
+def changes_of(spec: PlanSpec, given: PlanSpec) -> int:
     """Return how many choices of a plan differ from the given one, beside its batch and its GPUs."""
     names = ("strategy", "tensor_parallel", "checkpointing")
-    return sum(getattr(spec, name) != getattr(own, name) for name in names)
+    return sum(getattr(spec, name) != getattr(given, name) for name in names)
 
 
 def _best_single_change(own: Candidate, sequences: int, keep: Collection[str]) -> SingleChange | None:
@@ -314,7 +314,7 @@ def exposed_part(candidate: Candidate) -> float:
     return max(0.0, time.exposed_s / time.step_s)
 
 
-def why_fastest(found: Fit, chosen: Candidate) -> str:
+def why_fastest(answers: Fit, chosen: Candidate) -> str:
     """Return what the step of the fastest plan is made of."""
     if chosen.plan.time is None:
         return "Its times are not known, so it is the plan that needs least memory"
@@ -323,12 +323,12 @@ def why_fastest(found: Fit, chosen: Candidate) -> str:
     return f"No plan that {fits} is more than {percent(EQUAL)} faster: {waits} of a step waits for communication"
 
 
-def why_cheapest(found: Fit, chosen: Candidate) -> str:
+def why_cheapest(answers: Fit, chosen: Candidate) -> str:
     """Return what its GPU-hours are beside those of the fastest plan."""
-    fast = found.fastest
+    fast = answers.fastest
     assert fast is not None, "where there is a cheapest plan there is a fastest one"
     if chosen.spec == fast.spec:
-        fewer = "fewer GPUs were not tried" if "world-size" in found.kept else "fewer GPUs do not save GPU time"
+        fewer = "fewer GPUs were not tried" if "world-size" in answers.kept else "fewer GPUs do not save GPU time"
         return f"It is the fastest one: {fewer}"
     saved = percent(1 - chosen.gpu_seconds / fast.gpu_seconds)
     longer = chosen.expected_s / fast.expected_s
@@ -340,12 +340,14 @@ def why_cheapest(found: Fit, chosen: Candidate) -> str:
     )
 
 
-def why_safest(found: Fit, chosen: Candidate) -> str:
+def why_safest(answers: Fit, chosen: Candidate) -> str:
     """Return what it leaves free at the upper end of the band, and what that costs."""
-    assert found.fastest is not None, "where there is a safest plan there is a fastest one"
+    assert answers.fastest is not None, "where there is a safest plan there is a fastest one"
     free = chosen.spec.gpu.memory_bytes - chosen.needed
-    speed = percent(found.fastest.expected_s / chosen.expected_s)
-    room = f"leaves {size(free)} of the card free" if free >= 0 else f"lacks {size(-free)}"
+    speed = percent(answers.fastest.expected_s / chosen.expected_s)
+    room = f"leaves {size(free)} of the card free"
+    if free < 0:
+        room = f"lacks {size(-free)}"
     needs = f"It needs {size(chosen.needed)} with the allocator's reserve and the upper end of the band"
     return f"{needs}, which {room}, at {speed} of the fastest plan's speed"
 

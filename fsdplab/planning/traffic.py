@@ -103,9 +103,18 @@ def _traffic(unit: UnitShapes, kind: str, count: int, shards: int, ranks: int, i
     of shards differs from rank to rank, and that of rank 0, which has least, is named.
     """
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
-    if kind == "all_reduce":
-        held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
-        logical, padding, rounds = layout.shard_bytes, layout.shard_bytes - held, 2
-    else:
-        logical, padding, rounds = layout.total_bytes, layout.padding_bytes, 1
-    return Traffic(unit.name, kind, count, logical, rounds * logical * (ranks - 1) // ranks, padding)
+    rounds, logical, padding = 1, layout.total_bytes, layout.padding_bytes
+    if kind == "all_reduce":  # a reduce-scatter and an all-gather
+        rounds, logical = 2, layout.shard_bytes
+        padding = layout.shard_bytes - first_rank_bytes(layout)
+    wire = rounds * logical * (ranks - 1) // ranks
+    return Traffic(unit.name, kind, count, logical, wire, padding)
+
+
+def first_rank_bytes(layout: Layout) -> int:
+    """Return the bytes of a layout that rank 0 holds, without padding; it has least of that."""
+    held = 0
+    for slot in layout.slots:
+        first_row, end = slot.span(0)
+        held += (end - first_row) * slot.row_bytes
+    return held

@@ -404,7 +404,8 @@ def _group_paces(spec: PlanSpec, paces: Mapping[int, float]) -> dict[int, float]
     slowest: dict[int, float] = {}
     members = spec.tensor_parallel * spec.context_parallel
     for group in {rank // members for rank in paces}:
-        pace = max(paces.get(rank, 1.0) for rank in range(group * members, (group + 1) * members))
+        ranks = range(group * members, (group + 1) * members)
+        pace = max(paces.get(rank, 1.0) for rank in ranks)
         first = group * spec.context_parallel
         slowest |= dict.fromkeys(range(first, first + spec.context_parallel), float(pace))
     return slowest
