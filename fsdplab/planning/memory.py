@@ -321,8 +321,8 @@ class _Step:
         self.block = unit_bytes(spec.model.block, spec, adapted=True)
         root = unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(layers) + root
-        # category and bytes of each buffer of a unit
         self.units = _units(spec)
+        # by unit, category and bytes of each of its buffers; blocks share theirs
         self.sizes = dict.fromkeys(self.units, self._buffers(self.block))
         self.sizes[ROOT] = self._buffers(root)
         # gradients of the root, of its head, and of a block's last product
