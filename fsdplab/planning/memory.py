@@ -31,6 +31,7 @@ from .bands import Band
 from .plan_spec import BASE_BYTES, ITEMSIZES, PlanSpec
 from .program import BLOCK, ROOT, Change, Compute, Holds, Program, record_step
 from .stages import stages, waiting
+from .traffic import first_rank_bytes
 
 # ---- a unit
 
@@ -143,16 +144,16 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec, among: int) -> Uni
     layout = _layout(entries, among if sharing.cuts else 1)
     whole = sum(parameter.count for parameter in parameters)
     padded, piece = layout.total_bytes, layout.shard_bytes
-    own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)  # without padding
+    updated = first_rank_bytes(layout)
     sharded = 0 if sharing.aliased else piece * spec.rest_bytes
     if sharing.keeps_whole:
         sharded += whole * spec.gather_bytes
     scratch = 0.0
     if spec.optimizer == "adamw-foreach":
-        scratch = own * ITEMSIZES[spec.master_dtype]
+        scratch = updated * ITEMSIZES[spec.master_dtype]
     return UnitBytes(
         sharded_parameters=sharded,
-        optimizer_state=own * spec.optimizer_bytes,
+        optimizer_state=updated * spec.optimizer_bytes,
         step_scratch=scratch,
         gathered=padded * spec.gather_bytes,
         unsharded_gradients=whole * spec.gather_bytes,
@@ -320,8 +321,8 @@ class _Step:
         self.block = unit_bytes(spec.model.block, spec, adapted=True)
         root = unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(layers) + root
-        # category and bytes of each buffer of a unit
         self.units = _units(spec)
+        # by unit, category and bytes of each of its buffers; blocks share theirs
         self.sizes = dict.fromkeys(self.units, self._buffers(self.block))
         self.sizes[ROOT] = self._buffers(root)
         # gradients of the root, of its head, and of a block's last product

@@ -163,7 +163,8 @@ def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
 
 def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     traffic = []
-    for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
+    shape = spec.model
+    for unit, parameters, count in (("block", shape.block, shape.layers), ("root", shape.root, 1)):
         held = spec.held(parameters)
         if spec.lora_rank:
             for row in _lora_rows(held, unit, spec):
@@ -262,8 +263,8 @@ def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
 
 
 def _expert_traffic(spec: PlanSpec) -> list[AxisTraffic]:
-    """Tokens travel to the GPUs that hold their experts, and their results back; so do gradients. Tokens are taken as
-    spread evenly over the experts.
+    """Tokens travel to the GPUs that hold their experts, and their results back (Lepikhin et al. 2020, GShard); so do
+    gradients. Tokens are taken as spread evenly over the experts.
     """
     ranks, experts = spec.expert_parallel, spec.model.mixture
     if ranks == 1 or experts is None:

@@ -292,7 +292,7 @@ class RecordedMemory(PlannedMemory):
         return Pending(lambda: log.append(Wait(number)), event=number)
 
     def collect_gradients(self, keep: bool) -> None:
-        """All gradients of a backward are there; they are cast to be kept, or added to earlier ones, one by one."""
+        """Take the gradients of a backward; they are cast to be kept, or added to earlier ones, one by one."""
         if not self._trained:
             return
         self.take(GRADIENTS)

@@ -89,6 +89,7 @@ def recorded_traffic(
     traffic: list[Traffic] = []
     for name, unit in recording.units.items():
         trained = [stored for stored in unit if stored.trained]
+        # of the formula's rows the all-gathers of all parameters, and the reductions of those that are trained
         for parameters, gathers in ((unit, True), (trained, False)):
             shapes = UnitShapes(name, tuple((stored.name, stored.shape) for stored in parameters))
             rows = step_traffic(
