@@ -62,7 +62,7 @@ def _prime_shape(family: str) -> ModelShape:
     )
     if family == "llama":
         return ModelShape(heads=SIZES["G"] * SIZES["K"], rotary_base=10_000.0, **common)
-    biases = dict(norm_bias=True, qkv_bias=True, output_bias=True, ffn_bias=True)
+    biases: dict[str, Any] = dict(norm_bias=True, qkv_bias=True, output_bias=True, ffn_bias=True)
     return ModelShape(heads=SIZES["K"], gated=False, positions=SIZES["P"], **biases, **common)
 
 
