@@ -150,8 +150,8 @@ def _factors(event: Allocate) -> str:
     constant = event.nbytes // prod(SIZES[letter] for letter in letters)
     if constant not in _CONSTANTS:
         raise ValueError(
-            f"{event} is {constant} times the sizes {letters}; expected one of {_CONSTANTS}: if it is a kernel's scratch"
-            " memory, give it a name in planning/lab_memory/presets.py"
+            f"{event} is {constant} times the sizes {letters}; expected one of {_CONSTANTS}: if it is a kernel's"
+            " scratch memory, give it a name in planning/lab_memory/presets.py"
         )
     return "*".join([str(constant), *letters])
 
