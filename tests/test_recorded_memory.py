@@ -13,12 +13,13 @@ from fsdplab.common.names import CATEGORIES
 from fsdplab.engine import events, shard_model
 from fsdplab.planning.lab_memory import MicroBatch, StepChoices, peak_of_step
 from fsdplab.planning.lab_memory.presets import RECORDED, kept_recordings
+from fsdplab.planning.lab_memory.step import Allocate, Call, Free
 from fsdplab.planning.recorded_plan import recorded_traffic
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.prediction import predict, predict_recorded
-from fsdplab.sessions.preset_recordings import parts_of, record_preset
+from fsdplab.sessions.preset_recordings import SIZES, lines_of, parts_of, record_preset
 from fsdplab.sessions.recorded_model import recording_of
 from fsdplab.workloads.shapes import PRESETS
 from fsdplab.workloads.workload import At
@@ -122,13 +123,26 @@ def test_what_is_kept_is_a_recording(name):
 
 @pytest.mark.quick
 def test_a_model_whose_blocks_differ_is_not_kept():
-    """The second block has one event that the first has not."""
+    """The second block has another storage than the first."""
     lines = [
         *("call before_forward root", "call before_forward blocks.0", "allocate 4*B*T*C activations"),
         *("call before_forward blocks.1", "allocate 4*B*T*F activations", "call begin_backward"),
-        *("call before_backward blocks.1", "call before_backward blocks.0", "free 1", "free 1"),
+        *("call before_backward blocks.1", "free 1", "call before_backward blocks.0", "free 1"),
     ]
-    with pytest.raises(ValueError, match="the second block allocates otherwise than the first"):
+    with pytest.raises(ValueError, match=r"'allocate 4\*B\*T\*F activations' where the first has 'allocate 4\*B\*T\*C"):
         parts_of(lines)
     lines[4] = lines[2]
-    assert parts_of(lines)["block forward"] == ["call before_forward blocks.{}", "allocate 4*B*T*C activations"]
+    parts = parts_of(lines)
+    assert parts["block forward"] == ["call before_forward blocks.{}", "allocate 4*B*T*C activations"]
+    assert parts["block backward"] == ["call before_backward blocks.{}", "free 1"]
+
+
+@pytest.mark.quick
+def test_bytes_that_are_no_product_of_sizes_are_not_kept():
+    tokens, width = SIZES["B"] * SIZES["T"], SIZES["C"]
+    kept = lines_of([Allocate(1, 4 * tokens * width, "activations"), Free(1)])
+    assert kept == ["allocate 4*B*T*C activations", "free 1"]
+    with pytest.raises(ValueError, match="is 48 times the sizes .'B', 'T'.; expected one of"):
+        lines_of([Allocate(1, 4 * tokens * (width + 1), "activations")])
+    with pytest.raises(ValueError, match="expected a forward in training"):
+        lines_of([Call("after_forward", "root", will_backward=False)])

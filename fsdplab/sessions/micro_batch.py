@@ -42,7 +42,7 @@ from fsdplab.planning.lab_memory.step import Allocate, Call, Event, Free, Gradie
 from fsdplab.sessions.scratch import Taken, one_thread, taken_by
 from fsdplab.workloads.workload import At
 
-_RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
+RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
 SCRATCH = -1  # instead of a storage's number: memory inside an operator
 CPU = torch.device("cpu")
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -165,7 +165,7 @@ def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[
         stored[unit] = tuple(_stored(parameter, name, unit, policy, log) for parameter, name in owned.items())
         hooks[unit] = UnitHooks([module], Unit(_NoMemory(unit, owned, policy), None))
     in_order = {name: hooks[name].unit for name in names.values() if name in hooks}
-    random_state = _RANDOM_STATE if recompute is not None else 0
+    random_state = RANDOM_STATE if recompute is not None else 0
     runtime = _Calls(in_order, log, random_state)
     for unit_hooks in hooks.values():
         unit_hooks.runtime = runtime

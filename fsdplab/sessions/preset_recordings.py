@@ -33,7 +33,7 @@ from fsdplab.planning.lab_memory.presets import (
     attention_scratch,
 )
 from fsdplab.planning.lab_memory.step import Allocate, Call, Event, Free, Gradient
-from fsdplab.sessions.micro_batch import SCRATCH, RecordChoices, record_micro_batch
+from fsdplab.sessions.micro_batch import RANDOM_STATE, SCRATCH, RecordChoices, record_micro_batch
 from fsdplab.workloads.models import build_model, loss_of
 from fsdplab.workloads.shapes import ModelShape
 from fsdplab.workloads.workload import At
@@ -42,6 +42,9 @@ from fsdplab.workloads.workload import At
 SIZES = {"B": 7, "T": 521, "C": 11, "K": 13, "G": 17, "D": 2 * 23, "F": 29, "V": 31, "P": 1031}
 FAMILIES = ("gpt", "llama")
 PRECISIONS = ("fp32", "bf16")
+# What sizes are multiplied by: 2 or 4 bytes of an element, half of that (half of a head is turned), twice of that
+# (int64, or two sums of a thread). The last one is alone: the generator's state, which checkpointing keeps.
+_CONSTANTS = (1, 2, 4, 8, RANDOM_STATE)
 _SCRATCH_OF_ATTENTION = {
     attention_scratch(SIZES["T"], SIZES["D"]): "attention_forward",
     attention_backward_scratch(SIZES["T"]): "attention_backward",
@@ -62,7 +65,7 @@ def _prime_shape(family: str) -> ModelShape:
     )
     if family == "llama":
         return ModelShape(heads=SIZES["G"] * SIZES["K"], rotary_base=10_000.0, **common)
-    biases = dict(norm_bias=True, qkv_bias=True, output_bias=True, ffn_bias=True)
+    biases: dict[str, Any] = dict(norm_bias=True, qkv_bias=True, output_bias=True, ffn_bias=True)
     return ModelShape(heads=SIZES["K"], gated=False, positions=SIZES["P"], **biases, **common)
 
 
@@ -98,7 +101,7 @@ def record_preset(family: str, precision: str, checkpoint: str) -> dict[str, lis
     """Record one of them: part -> lines."""
     choices = RecordChoices(_units_under(checkpoint), low_precision=precision == "bf16", checkpoint=checkpoint)
     recording = record_micro_batch(PrimeTokens(_prime_shape(family)), choices)
-    return parts_of(_lines(recording.events))
+    return parts_of(lines_of(recording.events))
 
 
 def _units_under(checkpoint: str) -> Callable[[nn.Module], Any]:
@@ -115,7 +118,7 @@ def _units_under(checkpoint: str) -> Callable[[nn.Module], Any]:
 # ---- lines
 
 
-def _lines(events: Sequence[Event]) -> list[str]:
+def lines_of(events: Sequence[Event]) -> list[str]:
     """Write each event as a line of the file."""
     lines = []
     alive: list[int] = []  # storages, the newest last
@@ -145,6 +148,11 @@ def _factors(event: Allocate) -> str:
         return _SCRATCH_OF_ATTENTION[event.nbytes]
     letters = [letter for letter, size in SIZES.items() if event.nbytes % size == 0]
     constant = event.nbytes // prod(SIZES[letter] for letter in letters)
+    if constant not in _CONSTANTS:
+        raise ValueError(
+            f"{event} is {constant} times the sizes {letters}; expected one of {_CONSTANTS}: if it is a kernel's"
+            " scratch memory, give it a name in planning/lab_memory/presets.py"
+        )
     return "*".join([str(constant), *letters])
 
 
@@ -179,8 +187,13 @@ def parts_of(lines: Sequence[str]) -> dict[str, list[str]]:
 def _of_any_layer(first: Sequence[str], second: Sequence[str]) -> list[str]:
     """Return the lines of the first block without its number; they must be those of the second."""
     any_layer = [line.replace("blocks.0", "blocks.{}") for line in first]
-    if any_layer != [line.replace("blocks.1", "blocks.{}") for line in second]:
-        raise ValueError("the second block allocates otherwise than the first, so neither stands for any layer")
+    of_second = [line.replace("blocks.1", "blocks.{}") for line in second]
+    for line, other in zip(any_layer, of_second):
+        if line != other:
+            raise ValueError(
+                f"the second block has {other!r} where the first has {line!r}; expected equal blocks: only then one"
+                " stands for every layer"
+            )
     return any_layer
 
 

@@ -81,7 +81,7 @@ def unit_of(run: LabRun, parameter: str) -> str:
     module = parameter.removesuffix(".weight").removesuffix(".bias")
     in_block = module.startswith("blocks.")
     if run.units == "block" and in_block:
-        block, layer, _ = module.split(".")
+        block, layer, *_ = module.split(".")
         return f"{block}.{layer}"
     if run.units == "linear":
         linear_of_block = in_block and "norm" not in module
@@ -99,7 +99,7 @@ def micro_batch_of(run: LabRun) -> MicroBatch:
     recorded = kept_recordings()[recording_name(run)]
     units = {}
     for name, parameters in unit_parameters(run).items():
-        units[name] = tuple(Stored(each.name, each.shape, MASTER, run.itemsize) for each in parameters)
+        units[name] = tuple(Stored(parameter.name, parameter.shape, MASTER, run.itemsize) for parameter in parameters)
     sizes = Sizes.of(run.shape, run.batch, run.sequence)
     events = _Events(run, units, sizes)
     layers = range(run.shape.layers)
@@ -111,7 +111,9 @@ def micro_batch_of(run: LabRun) -> MicroBatch:
         events.add(recorded[BLOCK_BACKWARD], layer)
     events.add(recorded[END])
     tokens_and_targets = 2 * 8 * run.batch * run.sequence  # 64 bits each
-    rotary_tables = 0 if run.shape.positions else 2 * 4 * run.shape.context * (run.shape.head_width // 2)
+    rotary_tables = 0
+    if not run.shape.positions:
+        rotary_tables = 2 * 4 * run.shape.context * (run.shape.head_width // 2)
     return MicroBatch(units, events.events, tokens_and_targets, rotary_tables)
 
 
@@ -203,13 +205,13 @@ class _Events:
                 parameter = self._parameter(name.format(layer))
                 self.events.append(Gradient(unit_of(self.run, parameter), parameter, self._alive[-int(age)]))
             else:
-                self._call(*words, layer=layer)
+                method, *unit = words  # no unit is named where the call is for all
+                self._call(method, "".join(unit).format(layer))
 
-    def _call(self, method: str, unit: str = "", layer: int | None = None) -> None:
+    def _call(self, method: str, unit: str) -> None:
         """Blocks and their linear layers were recorded as units; those that are none in this run call nothing."""
-        name = unit.format(layer)
-        if not name or name in self.units:
-            self.events.append(Call(method, name))
+        if not unit or unit in self.units:
+            self.events.append(Call(method, unit))
 
     def _parameter(self, name: str) -> str:
         if name == "head.weight" and self.run.shape.tied:
