@@ -200,7 +200,7 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         if count <= _NAMED:
             words.append(short_unit(unit))
         if words:
-            texts[place // shared + 0.5] = "  ".join(words)
+            texts[place // shared + 0.5] = "  ".join(words).strip()  # a unit may have an empty short name
     axis = named_axis(texts, (count - 1) // shared + 1.1, -0.1)
     return axis | dict(tickfont=dict(size=_LANE - 1))
 

@@ -58,7 +58,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
 def _remedy(record: RunRecord) -> str:
     if record.spec.get("engine") == "trace":
         return "give the traces of two ranks or more"
-    return "run it again with --world-size 2 or more and --profile 2"
+    return "run it with --world-size 2 or more and --profile 2"
 
 
 def _cells(columns: Columns, late: Late, shared: int, strongest: float) -> go.Figure:
