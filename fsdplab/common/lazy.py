@@ -54,10 +54,11 @@ def names_of_stub(package: str, file: str) -> tuple[list[str], Callable[[str], o
 
 
 def loaded_files() -> Iterator[Path]:
-    """Yield the files of all imported modules of this package, and of the stubs that name what a package has."""
+    """Yield the files of all imported modules of this package, of the stubs that name what a package has, and of a
+    module's own data: `presets.json` beside `presets.py`.
+    """
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] == "fsdplab" and module.__file__:
             file = Path(module.__file__)
             yield file
-            if (stub := file.with_suffix(".pyi")).exists():
-                yield stub
+            yield from filter(Path.exists, (file.with_suffix(".pyi"), file.with_suffix(".json")))
