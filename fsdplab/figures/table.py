@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ _GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group 
 SPLIT = f"= {' + '.join([*_GROUPS, 'rest'])}"
 OVER = "over the card"
 _LONGER = 0.1  # of a timed step: exposed time of profiled steps that are longer by more is shown with their length
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|[kMG]?B\b|[mµ]?s\b)")
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 
 
@@ -24,8 +26,8 @@ _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "b
 class Column:
     """A column: its name, the text of a run's cell, what the name does not say itself, and how the text is set.
 
-    `flush_right`: a number, where there is room. `wraps`: its text may take a second line; `breaks`: also at every
-    blank. `in_brief`: it is among the few that matter most, "always", or only in a table whose runs have ("steady") or
+    `flush_right`: a number, where there is room. `wraps`: its text may take a second line; `breaks`: also after every
+    amount. `in_brief`: it is among the few that matter most, "always", or only in a table whose runs have ("steady") or
     lack ("measured") the steady card's clock. `on_pages`: False where a page shows it as a figure.
     """
 
@@ -191,6 +193,7 @@ COLUMN_ROWS = (
         "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
         " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
         " tenth or more also its length",
+        breaks=True,
         in_brief="measured",
     ),
     Column(
@@ -210,6 +213,7 @@ COLUMN_ROWS = (
         "optimizer",
         lambda run: optimizer_of(run.summary.profile),
         "its step in profiled steps, and the part of it that exchanges matrices",
+        breaks=True,
     ),
 )
 EVERY_COLUMN = tuple(column.name for column in COLUMN_ROWS)
@@ -239,6 +243,15 @@ def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str
 def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
     """Return one run's row, in the order of `columns`."""
     return tuple(column(name).cell(run) for name in columns)
+
+
+def unbroken(text: str) -> str:
+    """Join each number and its unit by a blank at which no line ends, so that a cell may break between amounts only.
+
+    >>> unbroken("1.74 s ±11 %, over the card").split(" ")
+    ['1.74\\xa0s', '±11\\xa0%,', 'over', 'the', 'card']
+    """
+    return _BEFORE_UNIT.sub("\u00a0", text)
 
 
 def legend(columns: Sequence[str]) -> str:
