@@ -23,7 +23,7 @@ from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord
 
 _OFF_LINK = OFF_LINK.removeprefix(", ")
-_COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
+COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
 SHOWN = ("compute", *profile.COLLECTIVES, "exposed")
 _EXPOSED_HEIGHT = 0.8  # lanes that the strip of exposed time takes
 _GAP = 0.5  # lanes between two ranks
@@ -130,7 +130,7 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
         if (row["rank"], row["lane"]) in lanes.middle:
             marks.append(_mark(row, lanes, origin))
     drawn, merged = downsample(marks, limit)
-    bars = mark_lanes(drawn, _COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
+    bars = mark_lanes(drawn, COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
     if bars and bars[-1].name == _OFF_LINK:
         # beside copying and waiting, the red strip is what remains of exposed time
         bars[-2].update(name="exposed on the link")
