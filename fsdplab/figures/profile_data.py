@@ -225,8 +225,12 @@ def _link_words(link: Link) -> str:
             numbers.append(rate)
     if link.latency_s:
         numbers.append(seconds(link.latency_s))
-    words = f"{link.name}: {', '.join(numbers)}" if numbers else link.name
-    return f"{words}, as {link.as_}" if link.as_ else words
+    words = link.name
+    if numbers:
+        words += f": {', '.join(numbers)}"
+    if link.as_:
+        words += f", as {link.as_}"
+    return words
 
 
 def duration(ns: float) -> str:

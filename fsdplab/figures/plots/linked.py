@@ -377,8 +377,9 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     life = unit_states(record)
     title, alt = finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
-    few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
-    where = f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}"
+    where += f"; cell: one unit, 1/{len(life.ranks)} of it a rank"
+    if life.shown != life.ranks:
+        where += f"; the first {plural(len(life.shown), 'rank')}"
     return titled(cells_figure(life, at_ns), title, where, alt, map_height(life) + 60)
 
 
@@ -432,7 +433,8 @@ def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str
     if whole:
         title += f" ({_few(whole)})"
     if coming:
-        title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way"
+        their = "its" if len(coming) == 1 else "their"
+        title += f", {_few(coming)} on {their} way"
     words = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold"
     return title, f"{words} 1/{len(life.ranks)} each."
 

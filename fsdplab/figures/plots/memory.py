@@ -62,7 +62,9 @@ def _split(run: RunView) -> dict[str, int]:
 
 def _end(run: RunView) -> str:
     words = f"<b>{size(run.peak)}</b>"
-    return f"{words} · {_over(run)}" if run.over_card else words
+    if run.over_card:
+        words += f" · {_over(run)}"
+    return words
 
 
 def _over(run: RunView) -> str:
@@ -90,7 +92,9 @@ def _alt(shown: Sequence[RunView]) -> str:
     peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     alt = f"Bars of peak memory per rank: {peaks}."
     cards = [run.card for run in shown if run.card]
-    return f"{alt} The card holds {size(cards[0])}." if cards else alt
+    if cards:
+        alt += f" The card holds {size(cards[0])}."
+    return alt
 
 
 def _mostly(run: RunView) -> str:
@@ -100,7 +104,9 @@ def _mostly(run: RunView) -> str:
         largest = max(run.split, key=lambda name: run.split[name])
         title = category_titles([run.spec]).get(largest, largest)
         words = f", mostly {title} ({size(run.split[largest])})"
-    return f"{words}, {_over(run)}" if run.over_card else words
+    if run.over_card:
+        words += f", {_over(run)}"
+    return words
 
 
 def _finding(shown: list[RunView]) -> str:
@@ -116,7 +122,8 @@ def _finding(shown: list[RunView]) -> str:
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
-        return f"{names} {'is' if len(over) == 1 else 'are'} over the card; {peaks}"
+        are = "is" if len(over) == 1 else "are"
+        return f"{names} {are} over the card; {peaks}"
     if high is low:
         return peaks
     return f"{peaks}, {high.label} at {size(high.peak)}"

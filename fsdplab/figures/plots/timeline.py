@@ -55,7 +55,10 @@ class Lanes:
         every = max(1, math.ceil(_LINE * len(places) / height))
         names = {}
         for index, (rank, of_rank) in enumerate(places.items()):
-            names[sum(of_rank) / len(of_rank)] = f"<b>rank {rank}</b>" if index % every == 0 else ""
+            middle = sum(of_rank) / len(of_rank)
+            names[middle] = ""  # a tick without a name, where a name would lie on the one before
+            if index % every == 0:
+                names[middle] = f"<b>rank {rank}</b>"
         return names
 
     def _names_of_lanes(self) -> dict[float, str]:
@@ -63,8 +66,9 @@ class Lanes:
         names = {}
         before = None
         for (rank, lane), at in self.middle.items():
-            name = written(lane).replace("communication", "comm.")
-            names[at] = name if rank == before else f"<b>rank {rank}</b>  {name}"
+            names[at] = written(lane).replace("communication", "comm.")
+            if rank != before:
+                names[at] = f"<b>rank {rank}</b>  {names[at]}"
             before = rank
         return names
 
@@ -72,11 +76,12 @@ class Lanes:
 def lanes_of(rows: list[Row]) -> Lanes:
     """Place the lanes of every rank of a step; a lane that no rank uses is left out."""
     used = {row["lane"] for row in rows}
-    lanes = [lane for lane in SHOWN if lane in used]
+    heights = {lane: 1.0 for lane in SHOWN if lane in used}
+    if "exposed" in used:
+        heights["exposed"] = _EXPOSED_HEIGHT
     middle, at = {}, 0.0
     for rank in sorted(_ranks(rows)):
-        for lane in lanes:
-            height = _EXPOSED_HEIGHT if lane == "exposed" else 1
+        for lane, height in heights.items():
             middle[rank, lane] = at + height / 2
             at += height
         at += _GAP
@@ -105,8 +110,10 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
 
 
 def _which_step(record: RunRecord, step: int) -> str:
-    steps = len({row["step"] for row in record.table("breakdown")})
-    return f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
+    steps = {row["step"] for row in record.table("breakdown")}
+    if len(steps) < 2:
+        return f"step {step}"
+    return f"step {step} (title: mean of {len(steps)} profiled steps)"
 
 
 def step_start(rows: list[Row]) -> int:
@@ -161,23 +168,24 @@ def uncovered(rows: list[Row]) -> list[Row]:
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """Return a row's bar, named by its unit; exposed time says in which collective."""
     lane, phase = row["lane"], row["phase"]
-    unit = "" if row["unit"] == NO_UNIT else row["unit"]
-    what = "compute" if lane == "compute" else row["name"]
-    name = " · ".join(filter(None, [unit, phase, what]))
-    place = lanes.middle[row["rank"], lane]
+    group, name, short = lane, row["name"], ""
+    if lane == "compute":
+        name = "compute"
+        group = "compute in backward" if phase == "backward" else "compute in forward"
+    unit = row["unit"].replace(NO_UNIT, "")
+    name = " · ".join(filter(None, [unit, phase, name]))
+    if lane == "exposed":
+        name = f" · exposed: {name}"
+        group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
+    elif phase == "optimizer":
+        group, name = "optimizer", " · optimizer"
+    elif unit:
+        short = profile.short_unit(unit)
+    else:
+        name = f" · {name}"  # a bar has no label where no unit has a name
     start = (row["start_ns"] - origin) / MS
     end = (row["end_ns"] - origin) / MS
-    if lane == "exposed":
-        group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
-        return Mark(group, place, start, end, f" · exposed: {name}")
-    if phase == "optimizer":
-        return Mark("optimizer", place, start, end, " · optimizer")
-    group = lane
-    if lane == "compute":
-        group = "compute in backward" if phase == "backward" else "compute in forward"
-    if not unit:
-        name = f" · {name}"  # a bar has no label where no unit has a name
-    return Mark(group, place, start, end, name, profile.short_unit(unit))
+    return Mark(group, lanes.middle[row["rank"], lane], start, end, name, short)
 
 
 # ---- the phases above the lanes
@@ -218,13 +226,15 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
     for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
         line = dict(type="line", line=dict(color=GRID, width=2), x0=begin, x1=begin, y0=bottom, y1=1)
         lines.append(line | dict(yref="paper", layer="below"))
-        late = begin > 0.9 * end  # beside the right edge the name stands before the line
         width = words_width(f"{name} → ", 14)
-        left = begin / end * plot_width() - (width - 22 if late else 0)
+        left = begin / end * plot_width()
+        side = dict(xanchor="left", xshift=2)
+        if begin > 0.9 * end:  # beside the right edge the name stands before the line
+            left -= width - 22
+            side = dict(xanchor="right", xshift=22)
         if any(left < last and first < left + width for first, last in taken):
             continue
         taken.append((left, left + width))
-        side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
         above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
         names.append(dict(x=begin, text=f"{name} →", **above, **side))
     return {"shapes": lines, "annotations": names}
