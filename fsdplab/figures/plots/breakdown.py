@@ -19,7 +19,7 @@ from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, duration, label, percent
+from fsdplab.figures.profile_data import MS, Row, distinct, duration, label, percent, where
 from fsdplab.figures.style import EDGE, EXPOSED_COLOURS, PHASE_COLOURS, STEP_COLOURS, titled
 from fsdplab.figures.view import missing, view, views
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary
@@ -376,14 +376,12 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's
     all-gathers, and the steps' length.
     """
-    nbytes = {}
-    for row in profile.named_rows(record, "ledger"):
-        if row["kind"] == "all_gather":
-            nbytes[row["unit"]] = row["logical_bytes"]
-    lengths = {row["step"]: row["step_ns"] for row in record.table("breakdown") if row["rank"] == 0}
+    gathers = where(profile.named_rows(record, "ledger"), kind="all_gather")
+    nbytes = {row["unit"]: row["logical_bytes"] for row in gathers}
+    lengths = {row["step"]: row["step_ns"] for row in where(record.table("breakdown"), rank=0)}
     life = profile.profiled(profile.named_rows(record, "life"), record)
-    of_first_rank = [row for row in life if row["rank"] == 0 and row["step"] in lengths]
-    steps = len({row["step"] for row in of_first_rank})
+    of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
+    steps = len(distinct(of_first_rank, "step"))
     held: dict[UnitPhase, float] = {}
     for (step, unit), of_unit in grouped(of_first_rank, lambda row: (row["step"], row["unit"])).items():
         for phase, kept_ns in _stays(of_unit):

@@ -36,7 +36,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
-    issued = arrivals_of(record, {row["step"] for row in rows})
+    issued = arrivals_of(record, profile.distinct(rows, "step"))
     columns = _columns(issued, profile.unnamed(record))
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:

@@ -16,7 +16,7 @@ from fsdplab.common.words import NO_UNIT, OFF_LINK, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import LIMIT, Mark, downsample, mark_lanes, named_axis, written
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, duration, label, percent
+from fsdplab.figures.profile_data import MS, Row, distinct, duration, label, percent, where
 from fsdplab.figures.style import EXPOSED_COLOURS, GRID, LANE_COLOURS, plot_width, titled, words_width
 from fsdplab.profiling.intervals import subtract, union, within
 from fsdplab.profiling.step_summary import StepSummary
@@ -75,7 +75,7 @@ class Lanes:
 
 def lanes_of(rows: list[Row]) -> Lanes:
     """Place the lanes of every rank of a step; a lane that no rank uses is left out."""
-    used = {row["lane"] for row in rows}
+    used = distinct(rows, "lane")
     heights = {lane: 1.0 for lane in SHOWN if lane in used}
     if "exposed" in used:
         heights["exposed"] = _EXPOSED_HEIGHT
@@ -96,7 +96,7 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     """
     step, rows = profile.timeline_of(record, step)
     lanes = lanes_of(rows)
-    end = (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
+    end = (max(distinct(rows, "end_ns")) - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
     lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))
     height = round(lane_height * lanes.bottom)
@@ -110,7 +110,7 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
 
 
 def _which_step(record: RunRecord, step: int) -> str:
-    steps = {row["step"] for row in record.table("breakdown")}
+    steps = distinct(record.table("breakdown"), "step")
     if len(steps) < 2:
         return f"step {step}"
     return f"step {step} (title: mean of {len(steps)} profiled steps)"
@@ -118,12 +118,12 @@ def _which_step(record: RunRecord, step: int) -> str:
 
 def step_start(rows: list[Row]) -> int:
     """Return when the first rank began the step, in ns."""
-    whole_steps = [row["start_ns"] for row in rows if row["lane"] == "step"]
-    return min(whole_steps or [row["start_ns"] for row in rows])
+    whole_steps = where(rows, lane="step")
+    return min(distinct(whole_steps or rows, "start_ns"))
 
 
 def _ranks(rows: list[Row]) -> set[int]:
-    return {row["rank"] for row in rows}
+    return distinct(rows, "rank")
 
 
 # ---- the marks of the lanes
@@ -151,7 +151,7 @@ def uncovered(rows: list[Row]) -> list[Row]:
     so, the red strip would be longer than the exposed time that the title states.
     """
     computing = {}
-    of_ranks = grouped((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
+    of_ranks = grouped(where(rows, lane="compute"), lambda row: row["rank"])
     for rank, of_rank in of_ranks.items():
         computing[rank] = union([(row["start_ns"], row["end_ns"]) for row in of_rank])
     cut = []
@@ -197,7 +197,7 @@ def phases(rows: list[Row]) -> list[Phase]:
     A hook's few microseconds of another phase in the middle of one are no change of phase.
     """
     first, origin = min(_ranks(rows)), step_start(rows)
-    computed = [row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]]
+    computed = [row for row in where(rows, rank=first, lane="compute") if row["phase"]]
     computed.sort(key=lambda row: row["start_ns"])
     whole = _length_of(computed)
     found: list[Phase] = []
@@ -254,7 +254,7 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
     """Return (title, alternative text): how much of a profiled step is exposed, a mean that is the same everywhere."""
     split = profile.breakdown_of(record)
     if split is None:
-        red = _length_of([row for row in rows if row["lane"] == "exposed"]) / len(_ranks(rows))
+        red = _length_of(where(rows, lane="exposed")) / len(_ranks(rows))
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
     title = f"{label(record)}: {_exposed_words(split, rows)}"

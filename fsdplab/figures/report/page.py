@@ -32,6 +32,7 @@ from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.pareto import pareto
 from fsdplab.figures.plots.step_causes import step_causes
 from fsdplab.figures.plots.steps import steady_steps, step_time
+from fsdplab.figures.profile_data import distinct
 from fsdplab.figures.report.parts import drawn, folded, note, number_table, part, rendered, table
 from fsdplab.figures.style import on_page
 from fsdplab.figures.table import beside, column, legend, mood, predicted_step, step_of, told, unbroken
@@ -379,7 +380,7 @@ def _simulated(record: RunRecord) -> Markup:
 
 def _stragglers(record: RunRecord) -> Markup:
     """Draw who was late; ranks that were simulated once for all are alike."""
-    if view(record).simulated and len({row["rank"] for row in record.table("breakdown")}) < 2:
+    if view(record).simulated and len(distinct(record.table("breakdown"), "rank")) < 2:
         return note("All simulated ranks are alike, so none is late and none waits for another.")
     return drawn(figures.straggler_map, record)
 
