@@ -92,11 +92,15 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
         # rounded up, so that it holds
         return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
     excess = known(run.step_median) - _steady(run)
-    which = f"{run.label}, which differs most," if len(both) > 1 else run.label
+    which = run.label
+    if len(both) > 1:
+        which += ", which differs most,"
     direction = "longer" if off > 0 else "shorter"
-    step = f"The measured step of {which} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
+    words = f"The measured step of {which} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
     parts = _parts_in_words(run, excess)
-    return f"{step}: {parts}." if parts else f"{step}."
+    if parts:
+        words += f": {parts}"
+    return f"{words}."
 
 
 def _parts_in_words(run: RunView, excess: float) -> str:

@@ -296,7 +296,7 @@ def ranks_and_device(runs: list[RunView]) -> str:
     # the twin replays the batches of all ranks in one process
     sizes = {run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs}
     if len(sizes) == 1:
-        return plural(*sizes, f"{kind} rank")
+        return plural(min(sizes), f"{kind} rank")
     return f"{' and '.join(map(str, sorted(sizes)))} {kind} ranks"
 
 
