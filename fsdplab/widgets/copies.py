@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, of_the_lab, pytorch
 from fsdplab.planning.plan_spec import PlanSpec, flag_of
 from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.spec import RunSpec
@@ -35,10 +35,12 @@ def sharded_of(run: Run) -> Sharded:
     """What of a run its engine's code depends on."""
     if isinstance(run, PlanSpec):
         found = of_plan(run)
-        return replace(found, units=_units_of(run.of)) if isinstance(run, OwnPlan) else found
+        return replace(found, units=_units_of(run.of), program=()) if isinstance(run, OwnPlan) else found
+    units = _units_of(run)
     return Sharded(
-        run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
+        run.strategy, run.world_size, units, run.shard_size, run.precision, run.checkpoint, run.prefetch,
         run.optimizer, run.device_type, run.offload != "none",
+        program=() if run.own_model else of_the_lab(run.model, units),
     )  # fmt: skip
 
 
