@@ -123,17 +123,17 @@ function bars(answer, offers, width, tips) {
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const out = [];
-  out.push(`<text class="fl-title" x="${left[0]}" y="14">${escape(answer.memory_title)}</text>`);
-  out.push(`<text class="fl-title" x="${left[1]}" y="14">${escape(answer.step_title)}</text>`);
+  out.push(title(left[0], 14, panel, answer.memory_title), title(left[1], 14, panel, answer.step_title));
   const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
-  for (const [which, say] of [[0, sized], [1, asTime]])
+  const known = [peaks.some(Boolean), times.some(Boolean)];
+  for (const [which, say] of [[0, sized], [1, asTime]].filter(([which]) => known[which]))
     for (const part of [0, 0.5, 1]) {
       const tick = x(which, most[which] * part), covered = tick + (part < 1 ? 24 : 0) > badge[0] && tick - (part < 1 ? 24 : 48) < badge[1];
       out.push(`<path class="fl-grid" d="M${tick},${TITLE - 2}V${bottom}"/>`);
       if (!covered) out.push(`<text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${tick}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
     }
-  for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
+  for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]].filter(([which]) => known[which]))
     out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
   rows.forEach((row, index) => {
     const y = TITLE + index * ROW + 4, high = ROW - 9, middle = y + high / 2 + 4;
@@ -161,13 +161,24 @@ function bars(answer, offers, width, tips) {
       if (band) out.push(`<path class="fl-band" ${tip(`${row.name}: ${band.words} ${band.of}`)} d="M${x(which, band.ends[0])},${y + high / 2 - 4}v8m0,-4H${x(which, band.ends[1])}m0,-4v8"/>`);
       if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
       const beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
-      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
+      const at = row[key] || real ? end : left[which]; // a reason stands where the bar would
+      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${at}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
       if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${middle + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
-  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
+  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom, end: most[0], per: most[0] / room, left: left[0] } : null;
   return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
+}
+
+// A title, which fitTitles makes smaller where it is longer than its room.
+const title = (x, y, room, text) => `<text class="fl-title" x="${x}" y="${y}" data-room="${room}">${escape(text)}</text>`;
+
+function fitTitles(figure) {
+  for (const text of figure.querySelectorAll("[data-room]")) {
+    const long = text.getComputedTextLength(), room = Number(text.dataset.room);
+    if (long > room) text.style.fontSize = `${parseFloat(getComputedStyle(text).fontSize) * room / long}px`;
+  }
 }
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
@@ -176,7 +187,7 @@ const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}�
 function legend(list, left, room, top) {
   let x = 0, y = top;
   const svg = list.map(([name, look]) => {
-    const wide = 19 + 5.9 * name.length;
+    const wide = 19 + 6.2 * name.length;
     if (x && x + wide > room) [x, y] = [0, y + LEGEND];
     const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
     x += wide + 6;
@@ -192,7 +203,7 @@ function timeline(answer, offers, width, top, tips) {
   const x = (ms) => NAMES + (room * ms) / end;
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
-  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13).svg];
+  const out = [title(0, top + 14, NAMES, "One step, A above B"), legend(offers.kinds, NAMES + GAP, width - NAMES - GAP, top + 13).svg];
   runs.forEach((run, index) => {
     const y = top + TITLE + index * (2 * LANE + 8);
     out.push(`<text class="fl-name" x="0" y="${y + 12}"><tspan class="fl-side fl-${run.side}">${run.side}</tspan> computes</text><text class="fl-name" x="0" y="${y + LANE + 12}"><tspan visibility="hidden">${run.side}</tspan> sends</text>`);
@@ -219,7 +230,7 @@ function used(answer, offers) {
 }
 
 function spoken(answer) {
-  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, ...row.bands.filter(Boolean).map((band) => `${band.words} ${band.of}`), row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
+  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words ? `step ${row.step_words}` : `step ${row.why_no_step}`, ...row.bands.filter(Boolean).map((band) => `${band.words} ${band.of}`), row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
   return `${answer.memory_title}. ${answer.step_title} (${answer.clock}). ${lines.join("; ")}. ${answer.difference}`;
 }
 
@@ -256,11 +267,12 @@ function render({ model, el }) {
     const now = asked.choices.engines;
     ask({ engines: now.includes(value) ? now.filter((each) => each !== value) : [...now, value] });
   };
+  const guessing = buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" }));
   const top = [
     buttons("Preset", () => Object.keys(offers.presets), (name) => name, (state, value) => state.choices.preset === value, (value) => ask({ preset: value })),
     menu("Model", "model", () => presetOf().models, ask), menu("Ranks", "ranks", () => presetOf().ranks, ask),
     menu("Precision", "precision", () => offers.values.precision, ask),
-    buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" })),
+    guessing,
     buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
   ];
   const second = [
@@ -274,7 +286,7 @@ function render({ model, el }) {
     typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.values.units, ask), menu("Recompute", "checkpoint", () => offers.values.checkpoint, ask), menu("Optimizer", "optimizer", () => offers.values.optimizer, ask),
     menu("Ranks a shard group", "shard_size", () => offers.values.shard_size, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
     typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.values.as_model, ask),
-    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines, true),
   ];
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
   const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });
@@ -315,7 +327,7 @@ function render({ model, el }) {
     sequence.show(asked, preset, answer);
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
     sequence.node.hidden = tokens.node.hidden || (preset.measured && offers.fixed.includes("sequence_length"));
-    faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
+    keepFocus(faster, () => faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "data-key": each, "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each))));
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
   }
@@ -333,17 +345,22 @@ function render({ model, el }) {
   }
   function showProgress() {
     const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
+    const had = document.activeElement;
     measure.disabled = now.busy || !presetOf().measured;
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
     measure.title = presetOf().measured ? "train these runs on this machine" : "these GPUs are not here: their runs are simulated and cannot be measured";
     cancel.disabled = !now.cancels;
+    // a disabled button loses the focus: it goes to the one that can be pressed next
+    if (had === measure && measure.disabled) cancel.focus();
+    if (had === cancel && cancel.disabled) measure.focus();
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
     say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
   }
   function draw() {
-    const hidden = Boolean(answer.hidden);
+    const hidden = Boolean(answer.hidden), left = !hidden && asks.contains(document.activeElement);
     asks.hidden = !hidden;
+    if (left) guessing.node.querySelector("button").focus();
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
     unit.textContent = ` ${answer.unit ?? ""}`;
@@ -354,6 +371,7 @@ function render({ model, el }) {
       const legends = top.height + 10 + Math.max(2 * LEGEND, ...keys.map((each) => each.height));
       const below = timeline(answer, offers, inside, legends, tips), height = legends + below.height;
       keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys.map((each) => each.svg).join("")}${below.svg}</svg>`; });
+      fitTitles(figure);
       drawn = { tips, card: top.card, scale };
       root.style.setProperty("--fl-scale", scale);
       placeCard();
@@ -367,6 +385,7 @@ function render({ model, el }) {
     if (!card) return;
     Object.assign(handle.style, { left: `${card.at * drawn.scale - 8}px`, top: `${card.top * drawn.scale}px`, height: `${(card.bottom - card.top) * drawn.scale}px` });
     handle.setAttribute("aria-valuenow", answer.card);
+    handle.setAttribute("aria-valuemax", Math.max(answer.card, Math.round(card.end)));
     handle.setAttribute("aria-valuetext", sized(answer.card));
     handle.dataset.words = `card ${sized(answer.card)}${card.beyond ? " ▸" : ""}`;
     handle.classList.toggle("fl-right", card.right);
@@ -406,6 +425,11 @@ function render({ model, el }) {
     tooltip.style.top = `${event.clientY - place.top - tooltip.offsetHeight - 10}px`;
   });
   figure.addEventListener("pointerleave", () => { tooltip.hidden = true; });
+  moreBox.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !moreBox.open) return;
+    moreBox.open = false;
+    moreBox.firstElementChild.focus();
+  });
   // JupyterLab's own keys must not act on a control that is typed into or moved.
   root.addEventListener("keydown", (event) => event.stopPropagation());
 
@@ -424,8 +448,17 @@ function render({ model, el }) {
   const resized = new ResizeObserver(() => {
     if (!el.clientWidth) return;
     draw();
+    stayInView();
     if (Math.abs(model.get("width") - el.clientWidth) > 40) { model.set("width", el.clientWidth); model.save_changes(); }
   });
+  // A cell that was just run has displayed the lab: it stays in view, though the notebook has gone on to the next cell.
+  function stayInView() {
+    if (!model.get("shown")) return;
+    model.set("shown", false);
+    model.save_changes();
+    const cell = el.closest(".jp-Cell");
+    if (cell?.matches(".jp-mod-active") || cell?.nextElementSibling?.matches(".jp-mod-active")) root.scrollIntoView({ block: "nearest" });
+  }
   const showMarks = () => link.mark(model.get("marks"));
   model.on("change:answer", answered);
   model.on("change:marks", showMarks);
