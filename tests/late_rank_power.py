@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fsdplab.profiling.late_rank import CHANCE, FEWEST_STEPS, effects, own_delays_by_clock, verdict
+from fsdplab.profiling.late_rank import CHANCE, FEWEST_STEPS
+from fsdplab.profiling.lateness import effects, own_delays_by_clock, verdict
 
 MS = 1_000_000
 STEP = 400 * MS

@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "traces", "causes: a queue of less than half of what is exposed is no cause", "profiling/traces/account.py",
-        '("link_busy", 2 * queued >= exposed),', '("link_busy", queued >= exposed),',
+        '(2 * queued >= exposed, "link_busy"),', '(queued >= exposed, "link_busy"),',
         "traces traces_gpu",
     ),
     Mutant(
@@ -125,13 +125,13 @@ MUTANTS = (
         "traces trace_tables",
     ),
     Mutant(
-        "traces", "dispatch: gaps below 200 us are computing", "profiling/traces/overlap.py",
+        "traces", "dispatch: gaps below 200 us are computing", "profiling/traces/step_rows.py",
         "DISPATCH_NS = 20_000", "DISPATCH_NS = 200_000",
         "traces trace_tables exposed_parts",
     ),
     # ---- findings
     Mutant(
-        "findings", "slow link: how many times the tokens is upside down", "profiling/findings.py",
+        "findings", "slow link: how many times the tokens is upside down", "profiling/causes/link.py",
         "{facts.link_s / facts.busy_s:.1f} times", "{facts.busy_s / facts.link_s:.1f} times",
         "sentence_numbers findings sentences step_summary conclusion",
     ),
@@ -141,17 +141,17 @@ MUTANTS = (
         "findings step_summary sentences sentence_numbers",
     ),
     Mutant(
-        "findings", "one communicator: two queues save the longer kind", "profiling/findings.py",
+        "findings", "one communicator: two queues save the longer kind", "profiling/causes/link.py",
         "saved = facts.communication_s - facts.longer_kind_s", "saved = facts.longer_kind_s",
         "findings sentence_numbers sentences step_summary",
     ),
     Mutant(
-        "findings", "long step: its excess is not spread over the steps", "profiling/findings.py",
+        "findings", "long step: its excess is not spread over the steps", "profiling/causes/waiting.py",
         "at_most=over[rank, step] / steps)", "at_most=over[rank, step])",
         "sentence_numbers findings step_summary",
     ),
     Mutant(
-        "findings", "idle time: its share is that of one cause", "profiling/findings.py",
+        "findings", "idle time: its share is that of one cause", "profiling/causes/idle.py",
         '"whole": percent(facts.other_s / facts.step_s)}', '"whole": percent(causes[kind] / facts.step_s)}',
         "sentence_numbers findings step_summary",
     ),

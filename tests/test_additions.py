@@ -24,9 +24,9 @@ ROWS = {
         'CollectiveRow("all_scan", ("allscan",), "scan", 1, colour="#123456", kernels=("my_scan",)),\n    ',
     ),
     "figures/table.py": (r'Column\(\s*"loss"', 'Column("machine", lambda run: "mine", "where it ran"),\n    '),
-    "profiling/findings.py": (
+    "profiling/causes/waiting.py": (
         r'Rule\(\s*"skew"',
-        'Rule("repacking", lambda kind, facts, left: _of_claim(kind, left.claim("copying_ns")),\n'
+        'Rule("repacking", lambda kind, facts, left: of_claim(kind, left.claim("copying_ns")),\n'
         '         "Buffers are packed anew for {seconds}", "They are copied.", "Pack once."),\n    ',
     ),
 }

@@ -82,7 +82,7 @@ def tool(*command: str, cwd: Path = ROOT) -> tuple[int, str]:
     """The exit status of `python ...` and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != TAKES}  # mypy is compiled for Linux
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=280, env=environment
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=290, env=environment
     )
     return done.returncode, done.stdout + done.stderr
 

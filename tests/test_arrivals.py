@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.profiling.late_rank import arrivals_of, late_rank_of
+from fsdplab.profiling.arrivals import arrivals_of
+from fsdplab.profiling.late_rank import late_rank_of
 from fsdplab.records import RunRecord
 
 pytestmark = pytest.mark.quick

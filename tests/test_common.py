@@ -51,10 +51,10 @@ def test_every_table_has_the_categories():
     from fsdplab import records
     from fsdplab.common.names import CATEGORIES
     from fsdplab.figures import CATEGORY_COLOURS
-    from fsdplab.profiling.findings import _smaller
+    from fsdplab.profiling.causes.memory import ways_to_lower
 
     assert CATEGORIES == records.CATEGORIES == tuple(CATEGORY_COLOURS)
-    assert all(_smaller({}, category) for category in CATEGORIES)
+    assert all(ways_to_lower({}, category) for category in CATEGORIES)
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path):

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from fsdplab.common.sizes import size
 from fsdplab.figures import alt_text
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.planner import plan_of, plan_spec
-from fsdplab.records import CATEGORIES
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import accounting
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
+from tests.lesson_cells import run_cell
 from tests.solutions import must_name_each_slip
 
 MODEL_STATE_BYTES = registry.find("02.model_state_bytes", Exercise)
@@ -41,7 +42,8 @@ def test_the_reference_gives_zeros_published_table():
     for ranks, published in accounting.ZERO_TABLE.items():
         found = [model_state_bytes(name, 7.5e9, ranks, "bf16") / 1e9 for name in accounting.ZERO_STAGES]
         assert found == pytest.approx(published, rel=0.01)
-    assert "31.4 | 31.4" in str(accounting.beside_zero(model_state_bytes))
+    shown = run_cell("02", "zero-table", solution=lambda _: model_state_bytes)["_"]
+    assert "31.4 | 31.4" in str(shown)
 
 
 # --- figures and tables
@@ -57,14 +59,20 @@ def test_the_stack_names_the_strategies_that_fit(checkpointing):
     assert "no strategy fits" in accounting.stack(2, 4, "none").layout.title.text
 
 
+JOB = RunSpec(model="gpt-20m", strategy="full_shard", world_size=2, batch_size=2, sequence_length=64, device="cpu")
+CARD = 320e6
+
+
 def test_the_moments_are_the_planners_own():
-    batch = largest_batch(accounting.CARD / 1e6, accounting.moments())
-    peaks = [sum(accounting._predicted(count).values()) for count in (batch, batch + 1)]
-    assert peaks[0] <= accounting.CARD < peaks[1] and batch == 8
-    assert accounting.CARD / peaks[0] > 1.03, "a plan is right within a few percent: the run must have that much room"
-    for row in accounting.real_batches(largest_batch).rows:
+    names = run_cell("02", "batch", solution=lambda _: largest_batch, job=JOB)
+    batch = names["batch"]
+    assert names["card"] == CARD
+    peaks = [sum(accounting.predicted(replace(JOB, batch_size=count)).values()) for count in (batch, batch + 1)]
+    assert peaks[0] <= CARD < peaks[1] and batch == 8
+    assert CARD / peaks[0] > 1.03, "a plan is right within a few percent: the run must have that much room"
+    for row in run_cell("02", "big", largest_batch=largest_batch)["_"].rows:
         assert row[1] == row[2]
-    assert "backward of the last block" in str(accounting.moments_table())
+    assert "backward of the last block" in str(run_cell("02", "moments", job=JOB)["_"])
 
 
 def test_each_bar_of_the_stack_is_one_instant():
@@ -80,7 +88,8 @@ def test_each_bar_of_the_stack_is_one_instant():
 @pytest.mark.timeout(300)
 def test_sentences_come_from_the_record():
     record = run(RunSpec(model="gpt-20m", strategy="full_shard", batch_size=1, sequence_length=16, steps=1))
-    figure, told = accounting.predicted_beside(record), str(accounting.gap(record))
-    assert f"measured {accounting.size(accounting.peak(record) * 1e6)}" in figure.layout.title.text
-    assert any(name.replace("_", " ") in told for name in CATEGORIES) and "predicted" in alt_text(figure)
-    assert accounting.on_the_card(8).card == 320_000_000
+    figure = accounting.predicted_beside(record)
+    peak = record.summary.peak_memory_bytes
+    assert f"measured {size(peak.total)}" in figure.layout.title.text and "predicted" in alt_text(figure)
+    rests = run_cell("02", "beside", small=record, peak=peak)["rests"]
+    assert 0.5 * peak.total < rests < peak.total

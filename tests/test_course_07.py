@@ -13,13 +13,14 @@ import pytest
 
 from fsdplab.common.words import OFF_LINK
 from fsdplab.figures import alt_text, rank_timeline
-from fsdplab.figures.profile_data import duration
+from fsdplab.figures.profile_data import breakdown_of, duration
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.steady_card import GIGAFLOPS
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching import overlapping
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb07_overlap import on_ranks
+from tests.lesson_cells import run_cell
 from tests.solutions import function_of, in_all_cases, must_name_each_slip
 
 EXPOSED, AHEAD, HIDE = (registry.find(f"07.{name}", Exercise) for name in ("exposed", "ahead", "hide"))
@@ -112,11 +113,11 @@ def small():
 def test_one_number_is_exposed_on_the_link(small):
     """Title, strip, sentence and record say the same; copies and waiting are apart from it."""
     linked = small["linked"]
-    split, rows = overlapping.split(linked), linked.table("timeline")
-    told = duration(overlapping.on_the_link_ns(linked))
+    split, rows = breakdown_of(linked), linked.table("timeline")
+    told = duration(split.on_link_ns)
     title = alt_text(rank_timeline(linked))
     assert f"{told} of" in title and "exposed on the link" in title and "in copying or waiting" in title
-    assert linked.summary.comm.on_link_s == pytest.approx(overlapping.on_the_link_ns(linked) / 1e9)
+    assert linked.summary.comm.on_link_s == pytest.approx(split.on_link_ns / 1e9)
     red = [row for row in rows if row["lane"] == "exposed" and row["rank"] == split.rank]
     moving = [row["end_ns"] - row["start_ns"] for row in red if not row["name"].endswith(OFF_LINK)]
     besides = [row["end_ns"] - row["start_ns"] for row in red if row["name"].endswith(OFF_LINK)]
@@ -124,36 +125,37 @@ def test_one_number_is_exposed_on_the_link(small):
     assert sum(besides) / split.steps == pytest.approx(split.exposed_ns - split.on_link_ns, rel=0.1, abs=5e5)
     names = [bar.name for bar in rank_timeline(linked).data]
     assert names[-2:] == ["exposed on the link", "copying or waiting"]
-    causes = overlapping.by_cause(overlapping.steady(replace(JOB, prefetch=0))).rows
-    assert causes[0][0] == "nothing to hide behind" and causes[0][2] == "37 %"
-    assert sum(float(exposed) for _, exposed, _ in causes) == pytest.approx(322, abs=1)
+    causes = run_cell("07", "late-heatmap", card_late=steady(replace(JOB, prefetch=0)))["_"]["exposed, ms a step"]
+    assert causes.index[0] == "nothing_to_hide_behind" and causes.iloc[0] / causes.sum() == pytest.approx(
+        0.37, abs=0.01
+    )
+    assert causes.sum() == pytest.approx(322, abs=1)
 
 
 def test_on_the_steady_card_all_that_is_exposed_is_on_the_link():
-    late = overlapping.steady(replace(JOB, prefetch=0))
-    assert overlapping.on_the_link_ns(late) == 1e9 * late.summary.comm.exposed_s == overlapping.split(late).exposed_ns
+    late = steady(replace(JOB, prefetch=0))
+    comm, split = late.summary.comm, breakdown_of(late)
+    assert 1e9 * comm.on_link_s == 1e9 * comm.exposed_s == split.on_link_ns == split.exposed_ns
     assert "322 ms of 637 ms" in alt_text(rank_timeline(late)) and "copying" not in alt_text(rank_timeline(late))
 
 
 @pytest.mark.timeout(300)
 def test_the_references_exposed_time_is_the_records(small):
-    rows = overlapping.by_hand(function_of(EXPOSED), small["linked"]).rows
-    assert [row[0] for row in rows] == ["rank 0", "rank 1"]
-    for row in rows:
-        assert float(row[3]) == pytest.approx(float(row[4]), abs=0.2)
+    linked = small["linked"]
+    comm = linked.summary.comm
+    names = run_cell("07", "exposed-by-hand", card_late=linked, comm=comm, solution=lambda _: function_of(EXPOSED))
+    exposed_s = {row["rank"]: row["exposed_ns"] / 1e9 for row in linked.table("breakdown")}
+    by_hand = names["exposed"](names["messages"], names["computing"])
+    assert by_hand == pytest.approx(1e3 * exposed_s[0], abs=0.2)
 
 
 @pytest.mark.timeout(300)
 def test_inflation_and_the_raw_steps_come_from_the_records(small):
-    runs = {"alone": small["alone"], "linked": small["linked"]}
-    table = overlapping.inflation(runs)
-    assert (
-        table.rows[0][2] == table.rows[0][5] == "1.00"
-        and table.rows[0][3] == "nothing sent"
-        and float(table.rows[1][1]) > 0
-    )
-    steps = [record.summary.step_time_s.median for record in runs.values()]
-    assert table.rows[1][5] == f"{steps[1] / steps[0]:.2f}" and "Of the runs that send" in str(table)
+    alone, linked = small["alone"], small["linked"]
+    table = run_cell("07", "inflation-table", alone=alone, early=linked, gloo=linked, shared=linked)["_"]
+    assert table.rows[0][1] == "1.00" and table.rows[0][2] == "nothing sent" and float(table.rows[1][1]) > 0
+    assert table.rows[1][2].endswith("%")
+    assert table.rows[1][3] == f"{1e3 * linked.summary.step_time_s.median:.0f}"
     assert overlapping.least_exposed_ms(300, 500) == 200 and overlapping.least_exposed_ms(500, 300) == 0
 
 
@@ -165,12 +167,12 @@ JOB = RunSpec(model="gpt-20m", batch_size=2, sequence_length=64, link="400MB/s",
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_the_reference_rule_is_the_engines(prefetch):
     job = replace(JOB, prefetch=prefetch)
-    assert overlapping.with_rule(function_of(AHEAD), job).tables == overlapping.steady(job).tables
+    assert overlapping.with_rule(function_of(AHEAD), job).tables == steady(job).tables
 
 
 def test_another_rule_leads_to_another_timeline():
     none = overlapping.with_rule(lambda order, position, depth: [], JOB)
-    assert none.summary.comm == overlapping.steady(replace(JOB, prefetch=0)).summary.comm
+    assert none.summary.comm == steady(replace(JOB, prefetch=0)).summary.comm
     told = [
         alt_text(rank_timeline(overlapping.with_rule(function_of(AHEAD), replace(JOB, prefetch=n)))) for n in (0, 1)
     ]
@@ -191,7 +193,7 @@ def test_the_curves_have_the_numbers_of_the_runs():
 
 def test_runs_without_a_link_are_not_for_the_steady_card():
     with pytest.raises(ValueError, match="expected a link"):
-        overlapping.steady(replace(JOB, link=None))
+        steady(replace(JOB, link=None))
 
 
 def test_the_lessons_name_the_steady_card_and_its_link():

@@ -8,13 +8,12 @@ import pytest
 
 from fsdplab.profiling.exports import export_perfetto, export_tensorboard, traces_of
 from fsdplab.profiling.findings import findings
-from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.traces.overlap import analyse_trace
-from fsdplab.records import RecordError
 from fsdplab.teaching import reading
-from fsdplab.teaching.core import recorded as recording
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise import Question
+from fsdplab.teaching.core.recorded import recorded
+from tests.lesson_cells import run_cell
 from tests.solutions import function_of, in_all_cases, must_name_each_slip
 
 ITEMS = registry.items_of("08")
@@ -24,7 +23,7 @@ QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
 
 @pytest.fixture(scope="module")
 def record():
-    return reading.recorded()
+    return recorded("traces-08")
 
 
 def test_the_expected_splits_are_right():
@@ -39,7 +38,8 @@ def test_the_reference_splits_the_recorded_waits(record):
     assert len(rows) == 8
     for *_, peer, queue, link, exposed, _cause in rows:
         assert float(peer) + float(queue) + float(link) == pytest.approx(float(exposed), abs=0.7)
-    causes = {row[:3]: row[-1] for row in reading.key(record).rows}
+    key = run_cell("08", "heatmap", record=record, messages=reading.gaps(record), show=lambda figure: None)["_"]
+    causes = {row[:3]: row[-1] for row in key.rows}
     assert all(row[-1] == causes[row[:3]] for row in rows), "one cause for one wait, in both tables"
     longest = max(rows, key=lambda row: float(row[6]))
     assert longest[:3] == ("blocks.0", "backward", "all_gather") and float(longest[4]) > 4 > 1 > float(longest[3])
@@ -47,7 +47,8 @@ def test_the_reference_splits_the_recorded_waits(record):
 
 def test_the_trace_is_as_the_text_tells_it(record):
     """The copy comes before the emulated link lets the rank go on; two clocks differ, as the table says."""
-    begun = [row[0] for row in reading.ranges(traces_of(record)[0], first=40).rows if "(blocks.0)" in row[0]]
+    ranges = run_cell("08", "ranges", record=record)["ranges"]
+    begun = [event["name"] for event in ranges if "(blocks.0)" in event["name"]]
     first = [name.split()[0].removeprefix("FSDP::") for name in begun[:4]]
     assert first == ["pre_forward", "all_gather", "all_gather_copy_out", "link"]
     table = reading.transfers(record)
@@ -57,14 +58,10 @@ def test_the_trace_is_as_the_text_tells_it(record):
     assert min(float(cell) for row in waits for cell in row[3:6]) >= 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_parts_sum_to_the_step(record, rank):
-    step, computing, communicating = reading.sets(record, rank)
-    row = reading.breakdown(record, rank)
-    assert row["exposed_ns"] == length(subtract(communicating, computing)) and row["step_ns"] == step
-    assert sum(row[f"{name}_ns"] for name in reading.PARTS) == step
-    shown = dict(reading.parts_table(record, rank).rows)
-    assert shown["other"] == "?" and float(shown["the step"]) == pytest.approx(step / 1e6, abs=0.1)
+def test_the_parts_sum_to_the_step(record, capsys):
+    row = run_cell("08", "bar", record=record, ask=lambda name, against: None)["row"]
+    assert sum(row[f"{name}_ns"] for name in reading.PARTS) == row["step_ns"] and row == reading.breakdown(record)
+    assert f"{row['step_ns'] / 1e6:.1f} ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
@@ -102,10 +99,12 @@ def test_a_second_analysis_of_the_file_gives_the_record(record):
         assert {**again, "step": 0} == {**reading.breakdown(record, rank), "step": 0}
 
 
-def test_tables_say_what_the_record_holds(record):
-    assert "FSDP::pre_forward (root)" in str(reading.ranges(traces_of(record)[0]))
-    assert "blocks.0" in str(reading.transfers(record)) and "late start" in str(reading.key(record))
-    assert "All-gathers are issued too late" in str(reading.diagnosis(record))
+def test_tables_say_what_the_record_holds(record, capsys):
+    names = [event["name"] for event in run_cell("08", "ranges", record=record)["ranges"]]
+    assert names[:2] == ["FSDP::root_pre_forward", "FSDP::pre_forward (root)"]
+    assert "blocks.0" in str(reading.transfers(record))
+    run_cell("08", "findings", record=record)
+    assert "All-gathers are issued too late" in capsys.readouterr().out
     instants = " ".join(str(reading.at(record, percent)) for percent in range(0, 100, 4))
     assert "compute only" in instants and "exposed" in instants
 
@@ -121,9 +120,3 @@ def test_exports_lie_where_the_notebook_says(course, record, tmp_path):
     assert run.parent == tmp_path / "tensorboard" and len(list(run.glob("*.pt.trace.json.gz"))) == 2
     assert export_perfetto(record, tmp_path / "both.json.gz").stat().st_size > 10_000
     assert reading.exports().is_dir()
-
-
-def test_a_missing_record_is_said_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(recording, "shared_folder", lambda name: tmp_path)
-    with pytest.raises(RecordError, match="install fsdplab again"):
-        reading.recorded()

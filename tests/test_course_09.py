@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fsdplab.figures import alt_text
@@ -10,6 +12,7 @@ from fsdplab.teaching import reading_memory
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.core.training_on_ranks import complaint
+from tests.lesson_cells import run_cell
 from tests.solutions import function_of, in_all_cases, must_name_each_slip
 
 HOLDING, SLIM = EXERCISES = registry.find("09.holding"), registry.find("09.slim")
@@ -52,14 +55,21 @@ def large():
     return run(RunSpec(model="gpt-tiny", batch_size=12, sequence_length=64, steps=1, device="cpu"))
 
 
+def held_peak(record):
+    """The row that the notebook calls the peak."""
+    names = run_cell("09", "run", job=RunSpec(), run=lambda spec: record, whole=SimpleNamespace(score=lambda number: 0))
+    return names["peak"]
+
+
 @pytest.mark.timeout(300)
 def test_the_gathered_bytes_at_the_peak_have_names(base):
     row, sizes = reading_memory.peak_row(base), reading_memory.unit_bytes(base)
     held = function_of(HOLDING)(reading_memory.life_of(base, row["rank"]), row["time_ns"])
     assert len(held) == 3 and "root" in held and row["unsharded_parameters"] == sum(sizes[unit] for unit in held)
     assert sizes["root"] == LIMITS.ROOT_BYTES and sizes["blocks.0"] == LIMITS.BLOCK_BYTES, "the constants of the check"
-    table = str(reading_memory.gathered_table(base, function_of(HOLDING)))
-    assert "15.38" in table.splitlines()[-2] and "15.38 MB of unsharded" in table
+    peak, life = held_peak(base), reading_memory.life_of(base, row["rank"])
+    names = run_cell("09", "gathered-table", base=base, peak=peak, life=life, solution=lambda _: function_of(HOLDING))
+    assert sum(names["nbytes"][unit] for unit in names["units"]) == peak["unsharded_parameters"]
 
 
 @pytest.mark.timeout(300)
@@ -68,12 +78,13 @@ def test_tables_and_sentences_say_the_record(base, large):
     done = [int(place.partition(", ")[2].partition("%")[0]) for place in places]
     assert places[0].startswith("in the backward") and done[0] > 60, places
     assert (done[1] < 30) if "backward" in places[1] else (done[1] > 70), places  # where forward becomes backward
-    assert places[0] in str(reading_memory.seen(base)) and "of the way through it" in places[1]
-    assert "optimizer state" in str(reading_memory.peak_table(base)) and "unsharded parameters" in str(
-        reading_memory.seen(base)
-    )
-    compared = reading_memory.compared({"one": base, "same": base})
-    assert compared.rows[0][2] == "+0.0" and compared.rows[1][4] == "3"
+    peak = held_peak(base)
+    assert peak == reading_memory.peak_row(base) and places[0] == reading_memory.place_of(base, peak["time_ns"])
+    shown = run_cell("09", "peak", base=base, peak=peak, held=reading_memory.total)["_"]
+    assert shown.rows[0][0] == "optimizer state" and "unsharded parameters" in str(shown)
+    runs, peaks = {"prefetch=1": base, "same": base}, dict.fromkeys(("prefetch=1", "same"), 199.0)
+    compared = run_cell("09", "compare-figure", runs=runs, peaks=peaks, held=reading_memory.total)["_"]
+    assert compared.rows[0][2] == "+0.0" and compared.rows[1][3] == "15.4"
     assert "one" in alt_text(reading_memory.memory_figure({"one": base, "two": base}))
 
 

@@ -9,10 +9,12 @@ import pytest
 from fsdplab.figures import alt_text
 from fsdplab.planning.simulation import simulate
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.steady_card import plan_of
+from fsdplab.sessions.steady_card import plan_of, steady
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.lessons.nb12_hybrid import on_ranks
+from fsdplab.workloads import preset
+from tests.lesson_cells import run_cell
 from tests.solutions import must_name_each_slip
 
 TRAFFIC = registry.find("12.traffic").module().traffic
@@ -93,15 +95,21 @@ def small():
     return full, run(RunSpec(**common, strategy="hybrid_shard", shard_size=2, link="20MB/s", link_across="2MB/s"))
 
 
+def groups_of(record):
+    """(s, r) of a run: the ranks of a shard group, and the number of groups."""
+    ranks = record.spec["world_size"]
+    s = record.spec["shard_size"] or ranks
+    return s, ranks // s
+
+
 @pytest.mark.timeout(600)
 def test_the_ledger_follows_the_formula_but_for_the_root(small):
     for record in small:
-        P = axes.parameter_bytes(record)
-        formula, sent = TRAFFIC(P, *axes.groups_of(record)), axes.sent(record)
+        P = 4 * preset(record.spec["model"]).parameters
+        formula, sent = TRAFFIC(P, *groups_of(record)), axes.sent(record)
         root = P - 4 * 2 * 12 * 64 * 64  # everything but the blocks' matrices; their norms and biases are the rest
         assert sent["across"] == pytest.approx(formula["across"], rel=0.01)
         assert formula["within"] - root <= sent["within"] < formula["within"]
-    assert axes.groups_of(small[0]) == (4, 1) and axes.groups_of(small[1]) == (2, 2)
 
 
 @pytest.mark.timeout(600)
@@ -114,32 +122,34 @@ def test_figures_and_sentences_come_from_the_records(small):
         and "at the network's pace" in str(figure.layout.annotations)
     )
     assert axes.slow(full) / axes.slow(hybrid) > 2
-    steps = [1e3 * record.summary.step_time_s.median for record in small]
-    assert f"{steps[0]:.0f} ms against {steps[1]:.0f}" in str(axes.raw_words(full, hybrid))
-    table = axes.beside_the_formula(TRAFFIC, [full, hybrid])
-    assert [row[1:3] for row in table.rows] == [("4", "1"), ("2", "2")]
-    assert axes.steps({"full": full}).rows[0][2] == "emulated"
+    names = run_cell("12", "run-hybrid", full=full, hybrid=hybrid)
+    table = run_cell("12", "formula-table", full=full, hybrid=hybrid, sent=names["sent"], solution=lambda _: TRAFFIC)[
+        "_"
+    ]
+    for record, row in zip(small, table.rows, strict=True):
+        sent = axes.sent(record)
+        assert row[2] == f"{sent['within'] / 1e6:.1f}" and row[4] == f"{sent['across'] / 1e6:.1f}"
 
 
 def test_on_the_steady_card_gathers_of_hybrid_sharding_hide():
     job = RunSpec(model="gpt-20m", world_size=4, batch_size=1, sequence_length=32, device="cpu")
-    full = axes.steady(replace(job, strategy="full_shard", link=axes.RING))
+    full = steady(replace(job, strategy="full_shard", link=axes.RING))
     across = dict(link=axes.WITHIN, link_across=axes.ACROSS)
     split = replace(job, strategy="hybrid_shard", shard_size=2, **across)
-    hybrid = axes.steady(split)
+    hybrid = steady(split)
     # the planner's rule for a ring over two nodes of two gives the same
     over_nodes = replace(plan_of(split), strategy="full_shard", shard_size=None)
     planned = simulate(over_nodes, communicators=1, efficiency=1.0, streams=False)
     assert full.summary.comm.exposed_s == pytest.approx(planned.summary.comm.exposed_s, rel=0.01)
     assert full.summary.comm.exposed_s / hybrid.summary.comm.exposed_s == pytest.approx(2.45, abs=0.01)
-    rows = axes.waits(full, hybrid).rows
-    kinds = [row[1] for row in rows if row[0] == "hybrid_shard"]
-    gathers = ["all_gather in forward", "all_gather in backward"]
-    assert kinds == [*gathers, "reduce_scatter in backward", "all_reduce in backward"]
+    rows = run_cell("12", "waits", full_card=full, hybrid_card=hybrid)["_"].rows
+    kinds = {row[1]: row for row in rows if row[0] == "hybrid_shard"}
+    gathers = {"all_gather in forward", "all_gather in backward"}
+    assert set(kinds) == {*gathers, "reduce_scatter in backward", "all_reduce in backward"}
     assert all(float(row[3]) <= 1 for row in rows if row[0] == "hybrid_shard" and "all_gather" in row[1])
     # bytes over bandwidth: the all-reduce of a half of the parameters, of which both nodes send one
-    moved = TRAFFIC(axes.parameter_bytes(hybrid), 2, 2)["across"]
-    assert float(rows[-1][2]) == pytest.approx(moved / 400e6 * 1e3, rel=0.02)
+    moved = TRAFFIC(4 * preset("gpt-20m").parameters, 2, 2)["across"]
+    assert float(kinds["all_reduce in backward"][2]) == pytest.approx(moved / 400e6 * 1e3, rel=0.02)
 
 
 def test_the_mesh_is_drawn_with_its_bytes():
@@ -153,6 +163,6 @@ def test_the_mesh_is_drawn_with_its_bytes():
 def test_larger_clusters_are_computed():
     assert axes.leaving_a_node(1, 2, 2) == (4.5, 2.0) and axes.leaving_a_node(1, 1, 8)[1] == 0
     assert "1.59 times" in str(axes.node_table(8, 16, 8)) and "nothing leaves" in str(axes.node_table(8, 1, 8))
-    table = axes.mesh_table(lambda ranks, per_node, state, card: [list(range(ranks))])
-    assert {row[3][:5] for row in table.rows} == {"1 row"}
-    assert "equally long" in str(axes.mesh_table(lambda *_: [[0], [1, 2]]))
+    reference = registry.find("12.mesh_for").module().mesh_for
+    meshes = [row[3] for row in run_cell("12", "mesh-table", solution=lambda _: reference)["_"].rows]
+    assert meshes == ["2 rows of 2", "2 rows of 2", "1 rows of 4", "4 rows of 8", "1 rows of 32"]

@@ -20,6 +20,7 @@ from fsdplab.teaching.core import registry
 from fsdplab.teaching.lessons.nb13_trading import on_ranks
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
+from tests.lesson_cells import run_cell
 from tests.solutions import right_answers
 
 BYTES = registry.find("13.bytes_each").module().bytes_each
@@ -68,7 +69,8 @@ def test_accounts_and_prices():
         trading.bus_bytes({**spec, "precision": "bf16"}) == 6 * 21_589_248 / 2
         and trading.bus_bytes({**spec, "offload": "none"}) == 0
     )
-    assert "10.50 GB a step" in str(trading.bus_table(7, 8, 25)) and "0.42 s" in str(trading.bus_table(7, 8, 25))
+    over_the_bus = run_cell("13", "explore-bus", explore=lambda *_, **__: None, ask=lambda name: None)["over_the_bus"]
+    assert over_the_bus(7, 8, 25).rows == (("10.50", "0.42", "14.0"),)
 
 
 @pytest.mark.parametrize("strategy", OVER_ALL_RANKS)
@@ -98,7 +100,9 @@ def test_frozen_parameters_are_gathered_but_not_reduced(course):
     sent = {which: kept["unsharded"] + kept["reduced"] for which, kept in frozen.items()}
     assert 0.6 < sent["adapters only"] / sent["everything"] < 0.7 and adapters["unsharded"] == whole["unsharded"]
     assert adapters["reduced"] < 0.02 * whole["reduced"] and adapters["optimizer state"] == 2 * adapters["gradients"]
-    assert "adapters only" in str(trading.frozen_table(frozen))
+    score = SimpleNamespace(score=lambda percent: None)
+    shown = run_cell("13", "run-frozen", share=score, trading=SimpleNamespace(frozen_costs=lambda: frozen))["_"]
+    assert shown.rows[1][0] == "adapters only" and len(shown.rows[0]) == len(shown.header)
 
 
 # --- what RunSpec says reaches the engine and the measurement
@@ -127,6 +131,13 @@ def small_runs():
     }.items()}  # fmt: skip
 
 
+def no_run(small_runs):
+    """Names with which the cell that trains in bf16 trains nothing."""
+    trading = SimpleNamespace(trained=lambda spec: small_runs["full"], memory_figure=lambda runs: None)
+    low = SimpleNamespace(score=lambda peak: None)
+    return dict(runs=[small_runs["plain"]], job=RunSpec(), trading=trading, low=low, show=lambda figure: None)
+
+
 @pytest.mark.timeout(300)
 def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
     peaks = {name: record.summary.peak_memory_bytes.split for name, record in small_runs.items()}
@@ -139,14 +150,20 @@ def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
 
 
 @pytest.mark.timeout(300)
-def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
+def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs, capsys):
     assert small_runs["offload"].provenance["host_memory_beside_the_card"] == "emulated"
     assert "host_memory_beside_the_card" not in small_runs["plain"].provenance
     first, *_, last = small_runs.values()
     totals = [run.summary.peak_memory_bytes.total / 1e6 for run in (first, last)]
-    assert f"From {totals[0]:.0f} to {totals[1]:.0f} MB" in str(trading.changed(first, last))
-    assert "Smaller: nothing. Larger: nothing" in str(trading.changed(first, first))
-    table = str(trading.prices(list(small_runs.values())))
+    changes = run_cell("13", "run-bf16", **no_run(small_runs))["changes"]
+    changes(first, last)
+    told = capsys.readouterr().out
+    assert f"from {totals[0]:.0f} to {totals[1]:.0f} MB" in told
+    changes(on_ranks.bf16_run("none", "none"), on_ranks.bf16_run("none", "cpu"))
+    assert "optimizer state" in capsys.readouterr().out
+    changes(first, first)
+    assert len(capsys.readouterr().out.splitlines()) == 1, "nothing changed"
+    table = str(run_cell("13", "checkpoint-prices", runs=list(small_runs.values()))["_"])
     assert "full checkpoint" in table and "offload" in table
     figure = trading.memory_figure(list(small_runs.values()))
     below = figure.layout.title.subtitle.text

@@ -12,9 +12,10 @@ import pytest
 
 from fsdplab.sessions import RunSpec, compare
 from fsdplab.sessions.steady_card import steady
-from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
+from fsdplab.teaching import overlapping_axes, reading_choices
 from fsdplab.teaching.core import registry
 from tests.busy import busy_cores
+from tests.lesson_cells import run_cell
 
 SMALL = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=1, warmup=1, link="20MB/s", device="cpu")
 
@@ -60,7 +61,7 @@ def test_overlap_without_prefetch_everything_is_exposed():
     job = RunSpec(sequence_length=64, link="400MB/s")
     late = steady(replace(job, prefetch=0))
     carried = late.summary.comm.bytes_per_step / 400e6
-    assert overlapping.on_the_link_ns(late) / 1e9 == pytest.approx(carried, rel=0.01)
+    assert late.summary.comm.on_link_s == pytest.approx(carried, rel=0.01)
     assert late.summary.comm.exposed_s / steady(job).summary.comm.exposed_s == pytest.approx(5.88, abs=0.01)
 
 
@@ -72,7 +73,8 @@ def test_hybrid_sharding_exposes_less_and_what_is_left_of_it_is_the_all_reduce()
     across = dict(link=axes.WITHIN, link_across=axes.ACROSS)
     hybrid = steady(replace(job, strategy="hybrid_shard", shard_size=2, **across))
     assert full.summary.comm.exposed_s / hybrid.summary.comm.exposed_s == pytest.approx(2.45, abs=0.01)
-    shown = {(run, what): float(ms) for run, what, _, ms in axes.waits(full, hybrid).rows}
+    rows = run_cell("12", "waits", full_card=full, hybrid_card=hybrid)["_"].rows
+    shown = {(run, what): float(ms) for run, what, _, ms in rows}
     assert shown["hybrid_shard", "all_reduce in backward"] > 10 * shown["hybrid_shard", "all_gather in backward"]
     assert shown["full_shard", "all_gather in backward"] > 50 * shown["hybrid_shard", "all_gather in backward"]
 
@@ -88,5 +90,5 @@ def test_prefetch_leaves_the_edges_of_the_step_and_its_middle_exposed():
     edges |= {(unit, "backward", "reduce_scatter") for unit in ("blocks.0", "root")}
     turn = ("blocks.1", "backward", "all_gather")
     assert sum(shown[place] for place in {*edges, turn}) > 0.98 * sum(shown.values())
-    table = reading.clock_table([late, early], [late, early])
-    assert [row[2] for row in table.rows] == ["40.8 (0% hidden)", "21.8 (46% hidden)"]
+    names = run_cell("08", "remedy-figure", both=[], on_card=[late, early], compare=lambda specs: [late, early])
+    assert [row[2] for row in names["_"].rows] == ["40.8", "21.8"]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from nbconvert import SlidesExporter
 
-from fsdplab import sessions
 from fsdplab.cli import doctor
 from fsdplab.sessions.capabilities import Capability
+from fsdplab.sessions.room import Room, measure_room
 from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring import progress, tracks
 from fsdplab.teaching.authoring.course import edition_of, read
@@ -162,7 +163,9 @@ def machine(monkeypatch):
              "bf16 on the CPU")
         ]  # fmt: skip
         monkeypatch.setattr(doctor, "capabilities", lambda: found)
-        monkeypatch.setattr(sessions, "run", lambda *_, **__: SimpleNamespace(status=status, failure="rank 1 died"))
+        ended = SimpleNamespace(status=status, failure="rank 1 died")
+        room = Room(cores=4, free_bytes=8 * 10**9, bytes_a_rank=500 * 10**6)
+        monkeypatch.setattr(doctor, "measure_room", lambda: (ended, room))
 
     return has
 
@@ -172,6 +175,25 @@ def test_a_machine_that_is_ready_says_so_in_one_line(machine):
     answer = doctor.room_answer()
     assert answer.code == 0 and len(answer.parts) == 1 and answer.parts[0].label == "READY"
     assert "two ranks trained in" in answer.parts[0].text
+    assert "carries 16 ranks at once: 500 MB a rank, 8.00 GB free; 4 of them with a core each" in answer.parts[0].text
+    assert (answer.data["room"]["ranks_by_memory"], answer.data["room"]["learners"]) == (16, 8)
+
+
+def test_a_room_whose_memory_is_unknown_or_too_small():
+    unknown = Room(cores=8, free_bytes=None, bytes_a_rank=None)
+    assert unknown.ranks_by_memory is None and unknown.learners is None
+    assert unknown.sentence.startswith("carries 8 ranks with a core each") and "not known here" in unknown.sentence
+    small = Room(cores=8, free_bytes=10**9, bytes_a_rank=600 * 10**6)
+    assert small.learners == 0 and "1 of them with a core each" in small.sentence
+
+
+@pytest.mark.full("each machine of a class runs it")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is known on Linux")
+def test_ranks_of_a_room_are_measured():
+    record, room = measure_room()
+    assert record.status == "finished"
+    assert room.bytes_a_rank > record.summary.peak_memory_bytes.total, "and what torch itself takes"
+    assert room.free_bytes > room.bytes_a_rank
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import pytest
 from fsdplab.figures.outlook import outlook_of
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.links import parse_link
-from fsdplab.sessions import steady_card
-from fsdplab.teaching import accounting, hiding, judging, reading, sizing
+from fsdplab.sessions import RunSpec, steady_card
+from fsdplab.teaching import accounting, hiding, judging, sizing
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import registry
+from fsdplab.teaching.core.recorded import recorded
 from fsdplab.teaching.lessons.faulty_job import lesson as faults
 from fsdplab.teaching.lessons.nb06_whole_model import lesson as units
 from fsdplab.teaching.lessons.nb06_whole_model import schedules
@@ -42,6 +43,9 @@ TINY, SMALL, LLAMA, LARGE = (
 H100 = find_gpu("h100")
 FP32, ADAM, BF16 = 4, 8, 2  # bytes a parameter; Adam's two moments are fp32
 STATES = FP32 + FP32 + ADAM
+LESSON_02 = RunSpec(
+    model="gpt-20m", strategy="full_shard", world_size=2, batch_size=2, sequence_length=64, steps=1, device="cpu"
+)
 TINY_MATRICES, MATRICES = (
     sum(value.numel() for value in build_model(name, device="meta").blocks.parameters() if value.dim() == 2)
     for name in ("gpt-tiny", "gpt-20m")
@@ -78,14 +82,14 @@ def mb(parameters: float, nbytes: float = FP32) -> float:
 
 def peak_mb() -> float:
     """MB at the peak of lesson 02's run, every allocation of it played."""
-    peak = outlook_of([accounting.job()])[0].predicted.peak_bytes
+    peak = outlook_of([LESSON_02])[0].predicted.peak_bytes
     assert peak is not None
     return peak / 1e6
 
 
 def activations_of_a_sequence_mb() -> float:
     """MB that a sequence adds at the end of the forward, in lesson 02's table of instants."""
-    return float(next(row[2] for row in accounting.moments_table().rows if row[0] == "end of the forward"))
+    return next(a_sequence for name, _, a_sequence in accounting.instants(LESSON_02) if name == "end of the forward")
 
 
 def unit_mb(name: str) -> float:
@@ -121,7 +125,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "8.03 billion": LLAMA / 1e9, "8 billion": LLAMA / 1e9, "2 bytes": BF16, "16 GB": mb(LLAMA, BF16) / 1e3,
         "80 GB": given(80, "the card's name"), "80 GiB": H100.memory_bytes / 2**30, "85.9 GB": H100.memory_bytes / 1e9,
         "4 bytes": FP32, "16 bytes": STATES, "8 bytes": ADAM, "21.6 million": SMALL / 1e6, "199 MB": peak_mb,
-        "320 MB": accounting.CARD / 1e6, "128 GB": 8 * STATES, "173 MB": mb(SMALL, STATES) / 2,
+        "320 MB": in_code("02", "card = 320_000_000", 320), "128 GB": 8 * STATES, "173 MB": mb(SMALL, STATES) / 2,
         "19 MB": activations_of_a_sequence_mb, "38 MB": lambda: 2 * activations_of_a_sequence_mb(),
     },
     "03": {
@@ -149,7 +153,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "60 GFLOP/s": steady_card.GIGAFLOPS, "100 MB/s": given(100, "a question"), "40 ms": hidden.FORWARD_MS,
         "20 ms": hidden.LATENCY_MS, "300 ms": hidden.TARGET_MS,
     },
-    "08": {"150 Mbit/s": lambda: reading.recorded().summary.link.bytes_per_s * 8 / 1e6},
+    "08": {"150 Mbit/s": lambda: recorded("traces-08").summary.link.bytes_per_s * 8 / 1e6},
     "09": {
         "21.6 million": SMALL / 1e6, "43 MB": mb(SMALL) / 2, "86 MB": mb(SMALL, ADAM) / 2,
         "7.1 MB": lambda: unit_mb("blocks.0"),

@@ -14,10 +14,12 @@ import pytest
 
 from fsdplab.records import RecordError
 from fsdplab.sessions import RunSpec
-from fsdplab.teaching import hiding, overlapping, reading_choices
+from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching import hiding, reading_choices
 from fsdplab.teaching.core import recorded as recording
-from fsdplab.teaching.core.own_run import HERE, beside, busiest, why_it_differs
+from fsdplab.teaching.core.own_run import HERE, beside, why_it_differs
 from fsdplab.teaching.core.recorded import recorded
+from tests.lesson_cells import run_cell
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ["lesson-07/late", "lesson-07/early", "lesson-10/tunnel"]
 RUNS += [f"lesson-11/{name}" for name in reading_choices.STRATEGIES]
 LOCAL = re.compile(r"(?<!\.)\b(?:run|compare)\(")
-FIRST = re.compile(r"overlapping\.steady\(|teaching\.recorded\(|shoot_out\.recorded\(")
+FIRST = re.compile(r"\bsteady\(|teaching\.recorded\(")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -43,7 +45,7 @@ def test_recorded_runs_are_the_lessons_jobs():
         assert {field: recorded(name).spec[field] for field in fields} == {
             field: getattr(job, field) for field in fields
         }
-    assert [run.spec["strategy"] for run in reading_choices.recorded()] == list(reading_choices.STRATEGIES)
+    assert [recorded(name).spec["strategy"] for name in RUNS if "lesson-11" in name] == list(reading_choices.STRATEGIES)
     assert hiding.asked(recorded("lesson-10/tunnel")) == pytest.approx(12.7, abs=0.05)
 
 
@@ -62,12 +64,12 @@ def test_the_story_is_told_before_anything_runs_here(notebook):
     told = next(index for index, text in enumerate(texts) if FIRST.search(text))
     runs = next(index for index, text in enumerate(texts) if LOCAL.search(text))
     assert told < runs
-    assert any("beside(" in text or "steps_here(" in text for text in texts[runs:]), "how much CPU the ranks got"
+    assert any("beside(" in text for text in texts[runs:]), "how much CPU the ranks got"
 
 
 def test_the_table_has_the_share_of_the_cores_and_says_why_a_row_differs():
     early = recorded("lesson-07/early")
-    card = overlapping.steady(RunSpec(model="gpt-20m", sequence_length=64, link="400MB/s"))
+    card = steady(RunSpec(model="gpt-20m", sequence_length=64, link="400MB/s"))
     shown = str(beside({"steady card": card, "recorded": early, HERE: with_share(early, 0.31)}))
     assert "simulated" in shown and "31 %" in shown
     assert "Ranks had a core for 31 % of their step" in shown and "If your figure differs, this is why" in shown
@@ -85,10 +87,13 @@ def test_every_outcome_has_its_sentence(share, says):
     assert re.search(says, why_it_differs(with_share(recorded("lesson-07/early"), share)))
 
 
-def test_steps_here_name_the_busiest_run():
-    runs = [with_share(reading_choices.of(reading_choices.recorded(), "no_shard"), share) for share in (0.9, 0.4, None)]
-    assert busiest(runs).summary.cpu_share == 0.4
-    assert "40 %" in str(reading_choices.steps_here(runs[:2]))
+def test_here_is_compared_with_the_recorded_runs_of_its_strategies():
+    runs = [recorded(f"lesson-11/{name}") for name in reading_choices.STRATEGIES]
+    here = [with_share(runs[0], 0.9), with_share(runs[-1], 0.4)]
+    on_card = reading_choices.on_steady_card(runs)
+    job = RunSpec(link="400MB/s")
+    names = run_cell("11", "here", job=job, runs=runs, on_card=on_card, compare=lambda specs, watcher: here)
+    assert "40 %" in str(names["_"]) and len(names["ends"]) == len(here)
 
 
 def test_a_missing_record_says_what_to_do(monkeypatch, tmp_path):

@@ -17,10 +17,11 @@ from fsdplab.profiling import core_waits
 from fsdplab.profiling.core_waits import waits_between
 from fsdplab.profiling.intervals import EMPTY, size, union
 from fsdplab.profiling.traces.account import account
-from fsdplab.profiling.traces.collectives import Collective, Piece
+from fsdplab.profiling.traces.collective import Collective, Piece
 from fsdplab.profiling.traces.events import Window
-from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis, parts_of
+from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 from fsdplab.profiling.traces.skew import with_peers
+from fsdplab.profiling.traces.step_rows import parts_of
 
 pytestmark = pytest.mark.quick
 US = 1_000

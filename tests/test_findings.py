@@ -719,7 +719,7 @@ def test_one_rank_of_several_tells_no_waiting_from_sending(tmp_path: Path) -> No
 def test_a_job_that_shards_a_state_is_not_advised_to_shard_it():
     """At its peak memory any category may be the largest; what is sharded already can be sharded further only."""
     from fsdplab.common.names import STRATEGY_ROWS
-    from fsdplab.profiling.findings import _smaller
+    from fsdplab.profiling.causes.memory import ways_to_lower
 
     states = {"optimizer": "optimizer_state", "gradients": "unsharded_gradients", "parameters": "sharded_parameters"}
     begins = (
@@ -734,5 +734,5 @@ def test_a_job_that_shards_a_state_is_not_advised_to_shard_it():
             for row in STRATEGY_ROWS.values():
                 job = {"job": "train.py", "engine": engine, "trainer": trainer, "strategy": row.name}
                 for state in row.cuts:
-                    assert not _smaller(job, states[state]).startswith(begins), (job, state)
-    assert _smaller({"job": "train.py", "engine": "torch-ddp"}, "unsharded_gradients").startswith("shard them:")
+                    assert not ways_to_lower(job, states[state]).startswith(begins), (job, state)
+    assert ways_to_lower({"job": "train.py", "engine": "torch-ddp"}, "unsharded_gradients").startswith("shard them:")

@@ -16,19 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdplab.profiling.late_rank import (
-    CHANCE,
-    FEWEST_STEPS,
-    WORTH_NAMING,
-    LateRank,
-    effects,
-    late_rank,
-    late_rank_of,
-    lateness,
-    own_delays,
-    probability,
-    verdict,
-)
+from fsdplab.profiling.late_rank import CHANCE, FEWEST_STEPS, LateRank, late_rank, late_rank_of
+from fsdplab.profiling.lateness import WORTH_NAMING, effects, lateness, own_delays, probability, verdict
 from fsdplab.records import RunRecord
 from tests.late_rank_power import MS, STEP, disturb, drift, work
 from tests.late_rank_power import named as named_by_clock

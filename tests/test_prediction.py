@@ -17,8 +17,6 @@ from fsdplab.figures.conclusion import gaps
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import RunView
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
-from fsdplab.planning.lab_memory.presets import Edge
-from fsdplab.planning.lab_memory.step import Book
 from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, product_rates, step_seconds
 from fsdplab.planning.traffic import Traffic
 from fsdplab.records import Spread, Summary
@@ -120,18 +118,6 @@ def test_a_step_leaves_nothing_behind():
     assert memory_of_step(lab_run()) == first
     assert fourth == third | {"other": third["other"] + 2 * 8 * 2 * 64}
     assert sum(memory_of_step(lab_run(batch=4)).values()) > sum(first.values())
-
-
-@pytest.mark.quick
-def test_two_gradients_that_others_hold_are_summed_in_a_third_place():
-    book, edge = Book(), Edge()
-    first, second = book.hold(40, "activations"), book.hold(40, "activations")
-    edge.add(first, False, book)
-    edge.add(second, False, book)
-    assert book.total == 120 and edge.owned
-    del first, second
-    edge.add(book.hold(40, "activations"), True, book)
-    assert book.total == 40, "and a further one is added in place"
 
 
 @pytest.mark.quick

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,12 +12,16 @@ import torch
 from fsdplab.common.names import CATEGORIES
 from fsdplab.engine import events, shard_model
 from fsdplab.planning.lab_memory import MicroBatch, StepChoices, peak_of_step
+from fsdplab.planning.lab_memory.presets import RECORDED, kept_recordings
+from fsdplab.planning.lab_memory.step import Allocate, Call, Free
 from fsdplab.planning.recorded_plan import recorded_traffic
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.prediction import predict, predict_recorded
-from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
+from fsdplab.sessions.preset_recordings import SIZES, lines_of, parts_of, record_preset
+from fsdplab.sessions.recorded_model import recording_of
+from fsdplab.workloads.shapes import PRESETS
 from fsdplab.workloads.workload import At
 from tests.own_models import NAMES, OwnModel
 
@@ -79,28 +85,64 @@ def test_memory_of_models_that_are_no_language_models(ranks, name):
         dict(), dict(model="llama-tiny"), dict(precision="bf16"), dict(precision="bf16", model="llama-tiny"),
         dict(units="linear"), dict(units="model"), dict(checkpoint="full", batch_size=8),
         dict(checkpoint="selective", model="llama-tiny"), dict(model="gpt-20m", sequence_length=33),
+        dict(units="linear", precision="bf16", model="llama-tiny"), dict(checkpoint="full", sequence_length=17),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_recording_of_a_preset_equals_its_tape(settings):
-    """In every category, but for the two scalars that a loss divides; the tape knows no such thing."""
+def test_a_recording_of_a_preset_equals_what_is_kept(settings):
+    """In every category, and though what is kept was recorded with other sizes."""
     spec = RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings})
-    workload = workload_of(spec)
-    recording = record_micro_batch(
-        workload,
-        RecordChoices(
-            lambda model: as_argument(units_of(spec, model, workload).modules),
-            low_precision=spec.precision == "bf16",
-            checkpoint=spec.checkpoint,
-        ),
-    )
+    recording = recording_of(spec)
     assert not recording.real
     for more in (
         dict(), dict(strategy="zero2", micro_batches=2), dict(strategy="no_shard"), dict(world_size=3, prefetch=2),
         dict(strategy="hybrid_shard", world_size=4, shard_size=2),
     ):  # fmt: skip
         one = RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings, **more})
-        played, taped = predict_recorded(one, recording), predict(one)
-        assert played.bytes_per_step == taped.bytes_per_step
-        for category in CATEGORIES:
-            assert played.by_category[category] == pytest.approx(taped.by_category[category], abs=16), (more, category)
+        played, kept = predict_recorded(one, recording), predict(one)
+        assert played.bytes_per_step == kept.bytes_per_step
+        assert played.by_category == kept.by_category, more
+
+
+@pytest.mark.quick
+def test_a_tied_head_gives_its_gradient_to_the_embedding(monkeypatch):
+    """A recording has the head's part among the activations until the embedding's is added; the sum is the same."""
+    monkeypatch.setitem(PRESETS, "gpt-tied", replace(PRESETS["gpt-tiny"], name="gpt-tied", tied=True))
+    for settings in (dict(), dict(precision="bf16"), dict(units="linear"), dict(checkpoint="full")):
+        spec = RunSpec(model="gpt-tied", device="cpu", **settings)
+        assert predict_recorded(spec, recording_of(spec)).peak_bytes == predict(spec).peak_bytes, settings
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", sorted(kept_recordings()))
+def test_what_is_kept_is_a_recording(name):
+    """`python -m fsdplab.sessions.preset_recordings` writes the file anew."""
+    fresh = record_preset(*name.split())
+    assert fresh == json.loads(RECORDED.read_text(encoding="utf-8"))[name]
+
+
+@pytest.mark.quick
+def test_a_model_whose_blocks_differ_is_not_kept():
+    """The second block has another storage than the first."""
+    lines = [
+        *("call before_forward root", "call before_forward blocks.0", "allocate 4*B*T*C activations"),
+        *("call before_forward blocks.1", "allocate 4*B*T*F activations", "call begin_backward"),
+        *("call before_backward blocks.1", "free 1", "call before_backward blocks.0", "free 1"),
+    ]
+    with pytest.raises(ValueError, match=r"'allocate 4\*B\*T\*F activations' where the first has 'allocate 4\*B\*T\*C"):
+        parts_of(lines)
+    lines[4] = lines[2]
+    parts = parts_of(lines)
+    assert parts["block forward"] == ["call before_forward blocks.{}", "allocate 4*B*T*C activations"]
+    assert parts["block backward"] == ["call before_backward blocks.{}", "free 1"]
+
+
+@pytest.mark.quick
+def test_bytes_that_are_no_product_of_sizes_are_not_kept():
+    tokens, width = SIZES["B"] * SIZES["T"], SIZES["C"]
+    kept = lines_of([Allocate(1, 4 * tokens * width, "activations"), Free(1)])
+    assert kept == ["allocate 4*B*T*C activations", "free 1"]
+    with pytest.raises(ValueError, match="is 48 times the sizes .'B', 'T'.; expected one of"):
+        lines_of([Allocate(1, 4 * tokens * (width + 1), "activations")])
+    with pytest.raises(ValueError, match="expected a forward in training"):
+        lines_of([Call("after_forward", "root", will_backward=False)])

@@ -24,7 +24,7 @@ SETUP = {  # what the notebook's own cells leave behind, in short
 job = RunSpec(strategy="full_shard", model="gpt-20m", world_size=2, batch_size=2, sequence_length=64, link="400MB/s",
               warmup=1, steps=1, profile=1, memory=False)
 ahead = lambda order, position, depth: order[position + 1 : position + 1 + depth]""",
-    "08_reading_a_trace": "record = reading.recorded()",
+    "08_reading_a_trace": 'record = teaching.recorded("traces-08")',
     "11_strategy_shoot_out": """
 runs = compare([RunSpec(strategy=name, model="gpt-20m", world_size=2, batch_size=2, sequence_length=64, link="400MB/s",
                         steps=1, warmup=2, device="cpu") for name in shoot_out.STRATEGIES[:2]])""",

@@ -210,7 +210,7 @@ def test_the_default_scenario() -> None:
     assert shown["step_title"] == "Shortest step: 3 of 5 are equal"
     assert shown["clock"] == "simulated on the steady card"
     assert answer(PRESETS["8 x H100"].choices, Look(), {})["step_title"] == "Shortest step: 3 of 5 are equal"
-    assert [run["side"] for run in shown["timeline"]] == ["A", "B"] and shown["rows"][0]["over"] == 43433620
+    assert [run["side"] for run in shown["timeline"]] == ["A", "B"] and shown["rows"][0]["over"] == 43433628
 
 
 def test_the_card_marks_what_exceeds_it() -> None:

@@ -18,7 +18,7 @@ from fsdplab.profiling import TraceError, analyse_trace, tables
 from fsdplab.profiling.tables import of_record
 from fsdplab.profiling.tables.work import flops_of, work_of
 from fsdplab.profiling.traces import side_by_side
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.traces.event_reader import read_events
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
 from fsdplab.sessions.device_peak import peak_of

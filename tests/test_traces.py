@@ -19,8 +19,8 @@ from fsdplab.profiling.intervals import Cells, clip, close_gaps, length
 from fsdplab.profiling.traces.account import PARTS
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.meeting import matched
-from fsdplab.profiling.traces.overlap import breakdown_of
 from fsdplab.profiling.traces.skew import bandwidths, with_peers
+from fsdplab.profiling.traces.step_rows import breakdown_of
 from fsdplab.records import CAUSES, LANES, TABLES
 
 MAIN, WORKER = 1, 2

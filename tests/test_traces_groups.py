@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdplab.profiling.arrivals import arrivals_of
 from fsdplab.profiling.findings import findings
-from fsdplab.profiling.late_rank import arrivals_of
 from fsdplab.profiling.tables import Table, tables_of_record
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
 from fsdplab.profiling.tables.critical_path import critical_path

@@ -14,7 +14,8 @@ from fsdplab.cli import main
 from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
-from fsdplab.profiling.traces.import_traces import ranks_by_name, record_of_traces, traces_in
+from fsdplab.profiling.traces.import_traces import record_of_traces
+from fsdplab.profiling.traces.one_job import ranks_by_name, traces_in
 from fsdplab.profiling.traces.side_by_side import read_all
 from tests.gpu_traces import GpuRank
 

@@ -15,7 +15,7 @@ import pytest
 from fsdplab.profiling import analyse_trace
 from fsdplab.profiling.intervals import EMPTY, intersect, subtract, union, within
 from fsdplab.profiling.traces.account import account
-from fsdplab.profiling.traces.collectives import Collective, Piece
+from fsdplab.profiling.traces.collective import Collective, Piece
 from fsdplab.profiling.traces.events import Window
 from tests.gpu_traces import GpuRank
 from tests.test_exposed_parts import Sets

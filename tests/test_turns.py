@@ -453,13 +453,13 @@ def test_free_memory_is_what_the_kernel_and_the_control_groups_allow(tmp_path: P
     assert free_memory(tmp_path) is None, "a kernel that does not say"
     files(tmp_path, **{"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"})
     assert free_memory(tmp_path) == 8_192_000
-    # version 2: a group without a limit in one that allows 1000 kB more, 200 kB of which are old files
+    # version 2: a group without a limit in one that allows 1000 kB more, 200 kB of which are copies of files
     files(tmp_path, **{
         "proc/self/cgroup": "0::/user/lab\n",
         "sys/fs/cgroup/user/lab/memory.max": "max\n", "sys/fs/cgroup/user/lab/memory.current": "5\n",
         "sys/fs/cgroup/user/lab/memory.stat": "anon 1\n",
         "sys/fs/cgroup/user/memory.max": "3000000\n", "sys/fs/cgroup/user/memory.current": "2200000\n",
-        "sys/fs/cgroup/user/memory.stat": "anon 1\ninactive_file 200000\n",
+        "sys/fs/cgroup/user/memory.stat": "anon 1\ninactive_file 150000\nactive_file 50000\n",
     })  # fmt: skip
     assert free_memory(tmp_path) == 1_000_000
     # version 1, in a container that does not show the group's own folder; used beyond its limit
@@ -467,7 +467,7 @@ def test_free_memory_is_what_the_kernel_and_the_control_groups_allow(tmp_path: P
         "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/1\n0::/\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "900000\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "950000\n",
-        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 10000\n",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 6000\ntotal_active_file 4000\n",
     })  # fmt: skip
     assert free_memory(tmp_path) == 0
 

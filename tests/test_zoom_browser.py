@@ -13,9 +13,9 @@ CELLS = [
     'from fsdplab import teaching\nteaching.picture("05")',
     "from fsdplab.teaching import collectives, explore\n"
     'explore(collectives.ring_figure, start={"ranks": 3}, ranks=[2, 3, 4, 8])',
-    "from fsdplab.figures import rank_timeline\nfrom fsdplab.teaching import overlapping, show\n"
-    "from fsdplab.sessions import RunSpec\n"
-    'card = overlapping.steady(RunSpec(model="gpt-20m", sequence_length=64, link="400MB/s"))\n'
+    "from fsdplab.figures import rank_timeline\nfrom fsdplab.teaching import show\n"
+    "from fsdplab.sessions import RunSpec\nfrom fsdplab.sessions.steady_card import steady\n"
+    'card = steady(RunSpec(model="gpt-20m", sequence_length=64, link="400MB/s"))\n'
     "show(rank_timeline(card))",
     'teaching.beside({"steady card": card, "this machine": teaching.recorded("lesson-07/early")})',
     'teaching.start()\nteaching.predict("00.full_shard_peak", unit="MB")',

@@ -264,7 +264,10 @@ add_command(
         ),
         "world_size": Flag(int, 2, "Of --calibrate: ranks that work at once.", ("--world-size", "-n")),
         "room": Flag(
-            bool, False, "One line for a class: train on two ranks, and say whether the course runs here.", ("--room",)
+            bool,
+            False,
+            "One line for a class: train on two ranks; say whether the course runs here, and on how many ranks.",
+            ("--room",),
         ),
     },
     shown=("fsdplab doctor", "fsdplab doctor --json -"),

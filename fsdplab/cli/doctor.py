@@ -21,13 +21,13 @@ from fsdplab.common import sizes
 from fsdplab.common.errors import RunError
 from fsdplab.common.files import write_whole
 from fsdplab.common.sizes import three_digits
-from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
 from fsdplab.sessions.calibration import Calibration, calibration_file, find_calibration, keep
 from fsdplab.sessions.calibration import calibrate as measure
 from fsdplab.sessions.capabilities import NEEDED_IN_A_ROOM, Capability, Readiness, capabilities, readiness, reality
 from fsdplab.sessions.prediction import needs_calibration
+from fsdplab.sessions.room import measure_room
 from fsdplab.sessions.spec import RunSpec
 
 MOST_RANKS = 64
@@ -84,12 +84,12 @@ def verdict_lines(verdict: Sequence[Readiness]) -> list[Line]:
 
 
 def room_answer() -> Answer:
-    """Try a tiny training on two ranks, and say in one line, and by the exit code, whether the course runs here.
+    """Train on two ranks for a moment; say in one line, and by the exit code, whether the course runs here, and how
+    many ranks this machine carries at once.
 
-    As JSON `{"format": 2, "ready": ..., "found": {...}, "lacks": [...], "seconds": ...}`.
+    As JSON `{"format": 2, "ready": ..., "found": {...}, "lacks": [...], "seconds": ..., "room": {"cores": ...,
+    "free_bytes": ..., "bytes_a_rank": ..., "ranks_by_memory": ..., "learners": ...}}`.
     """
-    from fsdplab.sessions import run
-
     items = capabilities()
     lacks = []
     for entry in _verdict(items):
@@ -98,15 +98,16 @@ def room_answer() -> Answer:
     values = {item.name: item.value for item in items}
     shown = {name: values[name] for name in ("cores", "memory", "torch", "bf16 on the CPU")}
     here = f"{shown['cores']} cores, {shown['memory']}, torch {shown['torch']}, bf16 {shown['bf16 on the CPU']}"
-    seconds = None
+    seconds = carries = None
     if not lacks:
         began = time.monotonic()
-        trained = run(RunSpec(model="gpt-tiny", steps=1, device="cpu"), directory=temporary_folder("room"))
+        trained, room = measure_room()
         seconds = time.monotonic() - began
-        here += f", two ranks trained in {seconds:.1f} s"
+        here += f", two ranks trained in {seconds:.1f} s; {room.sentence}"
+        carries = {**asdict(room), "ranks_by_memory": room.ranks_by_memory, "learners": room.learners}
         if trained.status != "finished":
             lacks.append(f"two ranks did not train: {trained.failure}")
-    data = {"format": FORMAT, "ready": not lacks, "found": shown, "lacks": lacks, "seconds": seconds}
+    data = {"format": FORMAT, "ready": not lacks, "found": shown, "lacks": lacks, "seconds": seconds, "room": carries}
     if lacks:
         return Answer([Line("; ".join(lacks), "NOT READY", whole=True)], data, code=1)
     return Answer([Line(here, "READY", whole=True)], data)

@@ -45,15 +45,34 @@ class CollectiveRow:
 _SYMMETRIC = r"(multimem|symm_mem|two_shot|one_shot)\w*"  # torch's symmetric memory
 _ROWS = (
     CollectiveRow(
-        "all_gather", ("allgather",), "gather", 1, True, given_by="shards", own_lane=True, colour="#6cc4f0",
+        "all_gather",
+        ("allgather",),
+        family="gather",
+        passes=1,
+        ends_together=True,
+        given_by="shards",
+        own_lane=True,
+        colour="#6cc4f0",
         kernels=(_SYMMETRIC + r"all_?gather", r"userbuffers_\w*_ag(?![a-z])"),
     ),
     CollectiveRow(
-        "reduce_scatter", ("reducescatter",), "reduction", 1, True, own_lane=True, colour="#b84a0a",
+        "reduce_scatter",
+        ("reducescatter",),
+        family="reduction",
+        passes=1,
+        ends_together=True,
+        own_lane=True,
+        colour="#b84a0a",
         kernels=(_SYMMETRIC + r"reduce_?scatter", r"userbuffers_\w*_rs(?![a-z])"),
     ),
     CollectiveRow(
-        "all_reduce", ("allreduce",), "reduction", 2, True, own_lane=True, colour="#0aa06c",
+        "all_reduce",
+        ("allreduce",),
+        family="reduction",
+        passes=2,
+        ends_together=True,
+        own_lane=True,
+        colour="#0aa06c",
         kernels=(
             r"cross_device_reduce",  # vLLM, SGLang
             r"(one|two)_?shot_?all_?reduce|all_?reduce_?fusion|multimem_all_reduce|quick_?reduce|qr_all_reduce",
@@ -61,7 +80,11 @@ _ROWS = (
         ),
     ),
     CollectiveRow(
-        "all_to_all", ("alltoall",), "reduction", 1, True,
+        "all_to_all",
+        ("alltoall",),
+        family="reduction",
+        passes=1,
+        ends_together=True,
         kernels=(
             r"deep_ep::|internode::|intranode::|internode_ll::",  # DeepEP: dispatch and combine of experts
             r"\bmori::|\bEp(Dispatch|Combine)(Intra|Inter)Node",  # MoRI
@@ -78,7 +101,7 @@ _ROWS = (
     CollectiveRow("scatter", ("scatter",), passes=1),
     CollectiveRow("reduce", ("reduce",)),
     CollectiveRow("peer_copy", ()),  # a copy engine carries bytes to another device
-)  # fmt: skip
+)
 COLLECTIVE_ROWS = {row.name: row for row in _ROWS}
 PAIRED, PEER_COPY = "send_recv", "peer_copy"
 LANES_OF_COLLECTIVES = (*(row.name for row in _ROWS if row.own_lane), OTHER_LANE)
@@ -86,18 +109,19 @@ _UNKNOWN = CollectiveRow("", ())
 
 
 def collective_row(kind: str) -> CollectiveRow:
-    """The row of a kind; for a kind that no row names one without any property."""
+    """Return the row of a kind; for a kind that no row names one without any property."""
     return COLLECTIVE_ROWS.get(kind, _UNKNOWN)
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
-    """The collective that a name spells, of an operator, a kernel or a call's arguments; "" where it spells none.
+    """Find the collective that a name spells, of an operator, a kernel or a call's arguments; "" where it spells none.
 
     >>> kind_of("c10d::_allgather_base_"), kind_of("aten::mm")
     ('all_gather', '')
     """
-    letters = "".join(letter for letter in name.split("::")[-1].lower() if letter.isalpha())
+    last_word = name.split("::")[-1].lower()
+    letters = "".join(letter for letter in last_word if letter.isalpha())
     for row in _ROWS:
         if any(spelling in letters for spelling in row.spellings):
             return row.name
@@ -105,6 +129,10 @@ def kind_of(name: str) -> str:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """From bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75, all_reduce 1.5."""
+    """Return the factor from bytes/t to the bandwidth of the busiest link: `bus_factor("all_gather", 4)` is 0.75,
+    all_reduce 1.5 (busbw in nccl-tests' doc/PERFORMANCE.md).
+    """
     passes = collective_row(kind).passes
-    return 1.0 if passes is None else passes * (ranks - 1) / ranks
+    if passes is None:
+        return 1.0
+    return passes * (ranks - 1) / ranks

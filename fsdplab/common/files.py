@@ -25,7 +25,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A new file beside `path`, open to be written, which replaces it in one move at the end of the block.
+    """Open a new file beside `path` to be written, which replaces it in one move at the end of the block.
 
     Its name is nobody else's: not another thread's, nor that of a process on another machine or in another container.
     An `OSError` (a full disk) names `path`, leaves the old file as it was, and nothing beside it.
@@ -92,7 +92,7 @@ def _try_folder(folder: Path, asked: Path) -> None:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file that somebody has named; `read_file(Path("config.json"), 1_000_000)`.
+    """Read the bytes of a file that somebody has named; `read_file(Path("config.json"), 1_000_000)`.
 
     Raises an OSError for what has more than `most` bytes, and for a pipe or a device: reading one may never end.
     """
@@ -120,7 +120,7 @@ def check_is_file(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError inside names this file: one of writing to an open file names none."""
+    """Make an OSError inside name this file: one of writing to an open file names none."""
     try:
         yield
     except OSError as error:
@@ -129,7 +129,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk is full, a quota is used up, or the file larger than `ulimit -f` allows."""
+    """Return whether the disk is full, a quota is used up, or the file larger than `ulimit -f` allows."""
     return error.errno in _FULL
 
 
@@ -151,7 +151,7 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has locked a file; False where there are no such locks."""
+    """Return whether another process has locked a file; False where there are no such locks."""
     with path.open() as file:
         try:
             _flock(file.fileno(), "LOCK_SH", "LOCK_NB")
@@ -165,4 +165,4 @@ def _flock(descriptor: int, *how: str) -> None:
         import fcntl
     except ImportError:
         raise OSError(errno.ENOTSUP, "this system has no flock") from None
-    fcntl.flock(descriptor, sum(getattr(fcntl, each) for each in how))
+    fcntl.flock(descriptor, sum(getattr(fcntl, flag) for flag in how))

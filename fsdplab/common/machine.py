@@ -12,41 +12,47 @@ from pathlib import Path
 
 @cache
 def cpu_model() -> str:
-    """The processor as its system names it."""
+    """Name the processor as its system does."""
     if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        return named[0] if named else platform.machine()
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.startswith("model name"):
+                return value.strip()
+        return platform.machine()
     if sys.platform == "darwin":
         return output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     return platform.processor() or platform.machine()
 
 
 def why_no_ranks() -> str | None:
-    """Why this system runs no ranks, in one line with the remedy; None where it does."""
+    """Say why this system runs no ranks, in one line with the remedy; None where it does."""
     if sys.platform == "win32":
         return "ranks do not run on Windows itself; run fsdplab in WSL 2 (wsl --install), which is a Linux"
     return None
 
 
 def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def busy_processes_per_core() -> float:
-    """How many processes share a core, over the last minute, at least 1; 1 where the system does not count them."""
+    """Count the processes that share a core, over the last minute, at least 1; 1 where the system does not count."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return max(1.0, load / cores())
 
 
 def memory_bytes() -> int:
-    """All memory of the machine; 0 where the system does not say."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    """Return all memory of the machine; 0 where the system does not say."""
+    if not hasattr(os, "sysconf"):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def output_of(*command: str) -> str:
-    """The output of a command; empty when it fails or is not installed."""
+    """Return the output of a command; empty when it fails or is not installed."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
     except (FileNotFoundError, subprocess.TimeoutExpired):
@@ -55,8 +61,9 @@ def output_of(*command: str) -> str:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that new processes can use without swapping: what the kernel calls available, and no more than the control
-    groups of this process allow. None where the system does not say.
+    """Return the bytes that new processes can use without swapping; None where the system does not say.
+
+    They are what the kernel calls available, and no more than the control groups of this process allow.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -65,30 +72,35 @@ def free_memory(root: Path = Path("/")) -> int | None:
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     if "MemAvailable" not in fields:
         return None
-    return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_left_in_groups(root)]))
+    available = 1024 * int(fields["MemAvailable"].split()[0])  # of kB
+    return max(0, min([available, *_left_in_groups(root)]))
 
 
-# by version: the mount, and in a group's folder its limit, what it uses, and which of that are files read long ago
+# by version: the mount, in a group's folder its limit and what it uses, and the prefix of its sums over groups below
 _GROUPS = {
-    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+# copies of files, which the kernel drops where memory is asked for: MemAvailable counts both kinds as well
+_CACHED_FILES = ("inactive_file", "active_file")
 
 
 def _left_in_groups(root: Path) -> list[int]:
     """What each control group of this process that has a limit still allows; groups of groups count too."""
     left = []
     for version, own in _own_groups(root):
-        mount, *names = _GROUPS[version]
+        mount, limit_file, used_file, prefix = _GROUPS[version]
         for group in (own, *own.parents):
             folder = root / mount / group
             try:
-                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                limit = (folder / limit_file).read_text().strip()
+                used = int((folder / used_file).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except OSError:  # a group without a limit of its own, or outside of this container
                 continue
             if limit != "max":
-                left.append(int(limit) - int(used) + int(stat.get(names[2], 0)))
+                cached = sum(int(stat.get(prefix + name, 0)) for name in _CACHED_FILES)
+                left.append(int(limit) - used + cached)
     return left
 
 
@@ -98,9 +110,11 @@ def _own_groups(root: Path) -> list[tuple[int, Path]]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    named = [line.split(":", 2) for line in lines]
-    return [
-        (2 if not kinds else 1, Path(path.lstrip("/")))
-        for _, kinds, path in named
-        if not kinds or "memory" in kinds.split(",")
-    ]
+    groups = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            groups.append((2, Path(path.lstrip("/"))))
+        elif "memory" in kinds.split(","):
+            groups.append((1, Path(path.lstrip("/"))))
+    return groups

@@ -90,40 +90,55 @@ class CategoryRow:
 
 
 def category_titles(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The title of each category on pages of runs with these specs: of jobs that shard no parameters these are
-    `parameters`.
+    """Return the title of each category on pages of runs with these specs.
+
+    Of jobs that shard no parameters, sharded parameters are `parameters`.
     """
     titles = {name: row.title for name, row in CATEGORY_ROWS.items()}
     specs = list(runs)
-    rows = [STRATEGY_ROWS.get(str(each.get("strategy"))) for each in specs if each.get("job")]
-    whole = [row is not None and "parameters" not in row.cuts for row in rows]
-    return {**titles, "sharded_parameters": "parameters"} if specs and whole == [True] * len(specs) else titles
+    if specs and all(_keeps_parameters_whole(spec) for spec in specs):
+        titles["sharded_parameters"] = "parameters"
+    return titles
+
+
+def _keeps_parameters_whole(spec: Mapping[str, Any]) -> bool:
+    """Whether a spec is that of a recorded job under a strategy that shards no parameters."""
+    row = STRATEGY_ROWS.get(str(spec.get("strategy")))
+    return bool(spec.get("job")) and row is not None and "parameters" not in row.cuts
 
 
 # in the order of ZeRO's stages
 STRATEGY_ROWS = {
     row.name: row
     for row in (
-        StrategyRow(
-            "no_shard", (), "#7f868f", known_as="DDP", other_names=("ddp", "no_shard"), torch_fsdp1="NO_SHARD"
-        ),
+        StrategyRow("no_shard", (), "#7f868f", known_as="DDP", other_names=("ddp", "no_shard"), torch_fsdp1="NO_SHARD"),
         StrategyRow("zero1", STATES[2:], "#d3c1ee", other_names=("zero-1",), deepspeed_stage=1),
         StrategyRow("zero2", STATES[1:], "#ae8fdc", other_names=("zero-2",), deepspeed_stage=2),
         StrategyRow("shard_grad_op", STATES, "#8a5fcb", other_names=("shard_grad_op",), torch_fsdp1="SHARD_GRAD_OP"),
         StrategyRow(
-            "full_shard", STATES, "#6435b0", reshards_after_forward=True, known_as="ZeRO-3",
-            other_names=("full_shard", "zero-3", "full shard", "fsdp"), torch_fsdp1="FULL_SHARD", deepspeed_stage=3,
+            "full_shard",
+            STATES,
+            "#6435b0",
+            reshards_after_forward=True,
+            known_as="ZeRO-3",
+            other_names=("full_shard", "zero-3", "full shard", "fsdp"),
+            torch_fsdp1="FULL_SHARD",
+            deepspeed_stage=3,
         ),
         StrategyRow(
-            "hybrid_shard", STATES, "#c2366f", reshards_after_forward=True, in_groups=True,
+            "hybrid_shard",
+            STATES,
+            "#c2366f",
+            reshards_after_forward=True,
+            in_groups=True,
             other_names=("hybrid", "hsdp"),
         ),
     )
-}  # fmt: skip
+}
 
 
 def strategies_that(fulfil: Callable[[StrategyRow], bool]) -> tuple[str, ...]:
-    """Names of the strategies whose rows fulfil a condition, in the table's order.
+    """Name the strategies whose rows fulfil a condition, in the table's order.
 
     >>> strategies_that(lambda row: not row.cuts)
     ('no_shard',)

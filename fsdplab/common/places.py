@@ -17,32 +17,37 @@ IN_A_WHEEL = "_beside"  # the folder of the copies; setup.py reads this name
 
 
 def checkout() -> Path | None:
-    """The clone that this package is used from; None where it was installed."""
+    """Find the clone that this package is used from; None where it was installed."""
     root = _PACKAGE.parent
-    return root if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir() else None
+    is_clone = (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir()
+    return root if is_clone else None
 
 
 def shared_folder(name: str) -> Path:
-    """The folder `notebooks` or `data` of the clone or the installation: `shared_folder("data") / "hardware.csv"`."""
+    """Find the folder `notebooks` or `data` of the clone or installation: `shared_folder("data") / "hardware.csv"`."""
     return (checkout() or _PACKAGE / IN_A_WHEEL) / name
 
 
 def course_folder() -> Path:
-    """`notebooks/` of the working folder if it is a course (its notebooks are numbered), else this copy's own."""
+    """Find `notebooks/` of the working folder if it is a course (its notebooks are numbered), else this copy's own."""
     here = Path.cwd() / "notebooks"
-    return here if any(here.glob("[0-9][0-9]_*.ipynb")) else shared_folder("notebooks")
+    if any(here.glob("[0-9][0-9]_*.ipynb")):
+        return here
+    return shared_folder("notebooks")
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs the packages of an extra for this very copy of fsdplab.
+    """Write the command that installs the packages of an extra for this very copy of fsdplab.
 
     In the clone's folder `how_to_install("lab")` is `pip install -e ".[lab]"`; elsewhere it has the clone's path. For
     an installed copy it lists the packages: fsdplab's own name may be another project's in the user's package index.
     """
     clone = checkout()
-    if clone is not None:
-        return f'pip install -e "{"." if clone == Path.cwd().resolve() else clone}[{extra}]"'
-    return " ".join(["pip install", *(f'"{package}"' for package in _packages_of(extra))])
+    if clone is None:
+        packages = [f'"{package}"' for package in _packages_of(extra)]
+        return " ".join(["pip install", *packages])
+    folder = "." if clone == Path.cwd().resolve() else clone
+    return f'pip install -e "{folder}[{extra}]"'
 
 
 def _packages_of(extra: str) -> list[str]:
@@ -53,6 +58,19 @@ def _packages_of(extra: str) -> list[str]:
         wanted = requires("fsdplab") or []
     except PackageNotFoundError:  # a folder that was copied: no metadata
         wanted = []
-    parts = [each.partition(";") for each in wanted]
-    found = [name.strip() for name, _, when in parts if when.strip().replace("'", '"') == f'extra == "{extra}"']
-    return found or list(_WITHOUT_METADATA[extra])
+    return _wanted_by(extra, wanted) or list(_WITHOUT_METADATA[extra])
+
+
+def _wanted_by(extra: str, wanted: list[str]) -> list[str]:
+    """The packages of an extra, and those of the extras that it takes up: `lab` has `fsdplab[notebook]`."""
+    packages = []
+    for requirement in wanted:
+        package, _, when = requirement.partition(";")
+        package = package.strip()
+        if when.strip().replace("'", '"') != f'extra == "{extra}"':
+            continue
+        if package.startswith("fsdplab["):
+            packages += _wanted_by(package.removeprefix("fsdplab[").rstrip("]"), wanted)
+        else:
+            packages.append(package)
+    return packages

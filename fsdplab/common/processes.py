@@ -40,8 +40,9 @@ def send_group(pid: int, which: signal.Signals) -> None:
 
 @contextmanager
 def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool = True) -> Iterator[None]:
-    """Inside, the signals that ask a process to end go to `handler`; afterwards to whom they went before, if `restore`.
+    """Send the signals that ask a process to end to `handler` inside.
 
+    Afterwards, if `restore`, they go to whom they went before.
     A signal that whoever started this process ignores (`nohup`) stays ignored.
     """
     taken = [number for number in ASKED if signal.getsignal(number) not in (signal.SIG_IGN, None)]
@@ -49,8 +50,9 @@ def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool
     try:
         yield
     finally:
-        for number, earlier in before.items() if restore else ():
-            signal.signal(number, earlier)
+        if restore:
+            for number, earlier in before.items():
+                signal.signal(number, earlier)
 
 
 class Asked(Exception):
@@ -58,7 +60,7 @@ class Asked(Exception):
 
 
 def raise_when_asked() -> None:
-    """From here on SIGTERM is an exception, `Asked`, wherever this process is."""
+    """Make SIGTERM an exception, `Asked`, from here on, wherever this process is."""
 
     def leave(*_: object) -> NoReturn:
         raise Asked
@@ -67,46 +69,53 @@ def raise_when_asked() -> None:
 
 
 def interrupt_by(*which: signal.Signals) -> None:
-    """From here on these signals are Ctrl-C to this process, also those that whoever started it ignores."""
+    """Make these signals Ctrl-C to this process from here on, also those that whoever started it ignores."""
     for number in which:
         signal.signal(number, signal.default_int_handler)
 
 
 def gone(pid: int) -> bool:
-    """Whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
+    """Return whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):  # a process of another user has inherited the number
         return True
-    return state(pid)[0] in ("", "Z", "X") if _PROC or shutil.which("ps") else False
+    if not _PROC and not shutil.which("ps"):
+        return False
+    return state(pid)[0] in ("", "Z", "X")
 
 
 def state(pid: int) -> tuple[str, int]:
-    """(state letter, parent) of a process; ("", 0) where there is none, also where it is just collected."""
+    """Return (state letter, parent) of a process; ("", 0) where there is none, also where it is just collected."""
     seen = _look(pid)
     return (seen.state, seen.parent) if seen else ("", 0)
 
 
 def processor_seconds(pid: int) -> float | None:
-    """Processor time that a process and all that it has started have used so far; None where that is unknown.
+    """Return the processor time that a process and all that it has started have used so far; None where it is unknown.
 
     Where `ps` tells, that of processes which have ended is not among it.
     """
     seen = _all()
-    return sum(seen[each].used_s for each in (pid, *_below(pid, seen))) if pid in seen else None
+    if pid not in seen:
+        return None
+    return sum(seen[number].used_s for number in (pid, *_below(pid, seen)))
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Memory that a process holds, of pages that it shares with others its part; None where that is unknown."""
+    """Return the memory that a process holds, of pages that it shares with others its part; None where unknown."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended, or the system does not say
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), None)
+    for line in lines:
+        if line.startswith("Pss:"):  # proportional set size, in kB
+            return 1024 * int(line.split()[1])
+    return None
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs; none where the system does not tell."""
+    """List the processes that a process has started, and theirs; none where the system does not tell."""
     return _below(pid, _all())
 
 
@@ -118,7 +127,7 @@ def end_as_if_by(which: int) -> NoReturn:
 
 
 def name_of(which: int) -> str:
-    """`"SIGKILL"` for 9; a number without a name is `"signal 40"`."""
+    """Name a signal: `"SIGKILL"` for 9; a number without a name is `"signal 40"`."""
     names = {int(known): known.name for known in signal.Signals}
     return names.get(which, f"signal {which}")
 
@@ -138,33 +147,45 @@ def _look(pid: int) -> _Seen | None:
     except OSError:
         return None
     # its own ticks and the kernel's for it, then the same of its children that have ended
-    return _Seen(fields[0], int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
+    ticks = sum(map(int, fields[11:15]))
+    return _Seen(fields[0], int(fields[1]), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _all() -> dict[int, _Seen]:
     if not _PROC:
         return _by_ps("-A")
-    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return {pid: seen for pid in numbers if (seen := _look(pid))}
+    processes = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            seen = _look(int(name))
+            if seen is not None:  # it may have ended since
+                processes[int(name)] = seen
+    return processes
 
 
 def _below(pid: int, seen: dict[int, _Seen]) -> list[int]:
-    found: list[int] = []
+    """The processes that a process has started, and theirs, generation by generation."""
+    below: list[int] = []
     latest = {pid}
-    while latest := {each for each, process in seen.items() if process.parent in latest}:
-        found += sorted(latest)
-    return found
+    while latest:
+        latest = {number for number, process in seen.items() if process.parent in latest}
+        below += sorted(latest)
+    return below
 
 
 def _by_ps(*which: str) -> dict[int, _Seen]:
     """What `ps` says of some processes; nothing where it is not installed."""
     columns = ("-o", "pid=", "-o", "ppid=", "-o", "stat=", "-o", "time=")
-    rows = [line.split() for line in output_of("ps", *which, *columns).splitlines()]
-    return {int(pid): _Seen(state[0], int(parent), _seconds(used)) for pid, parent, state, used in rows}
+    processes = {}
+    for line in output_of("ps", *which, *columns).splitlines():
+        pid, parent, letters, used = line.split()
+        processes[int(pid)] = _Seen(letters[0], int(parent), _seconds(used))
+    return processes
 
 
 def _seconds(used: str) -> float:
-    """
+    """Read a time of `ps`: days, hours, minutes and seconds.
+
     >>> _seconds("0:01.25"), _seconds("1-00:01:02")
     (1.25, 86462.0)
     """

@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Items by a key, in order of first appearance.
+    """Group items by a key, in order of first appearance.
 
     >>> grouped([3, 1, 5, 2], lambda number: number % 2)
     {1: [3, 1, 5], 0: [2]}
@@ -22,10 +22,14 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of as many cells each, as texts whose columns begin below each other.
+    """Align lines of as many cells each, so that columns begin below each other.
 
     >>> aligned([["rank", "bytes"], ["0", "36"]])
     ['rank  bytes', '0     36']
     """
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    texts = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+        texts.append("  ".join(cells).rstrip())
+    return texts

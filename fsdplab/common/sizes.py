@@ -10,14 +10,23 @@ import re
 from .words import MISSING
 
 BYTES = {
-    "": 1.0, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-    "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
-}  # fmt: skip
+    "": 1.0,
+    "B": 1.0,
+    "kB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+    "TiB": 2.0**40,
+}
+_MOST_DIGITS = 30
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes as text, three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
+    """Write bytes with three digits: `size(300_000_000) == "300 MB"`, `size(1536) == "1.54 kB"`."""
     if nbytes is None:
         return MISSING
     for symbol, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -27,33 +36,35 @@ def size(nbytes: float | None) -> str:
 
 
 def flops(value: float) -> str:
-    """Floating-point operations as text, three digits: `flops(1.66e13) == "16.6 TFLOP"`."""
+    """Write floating-point operations with three digits: `flops(1.66e13) == "16.6 TFLOP"`."""
     if value >= 0.9995e12:
         return f"{three_digits(value / 1e12)} TFLOP"
     return f"{three_digits(value / 1e9)} GFLOP"
 
 
 def flops_per_s(value: float) -> str:
-    """A rate of them: `flops_per_s(1.66e13) == "16.6 TFLOP/s"`."""
+    """Write a rate of them: `flops_per_s(1.66e13) == "16.6 TFLOP/s"`."""
     return f"{flops(value)}/s"
 
 
 def parse_size(text: str) -> int:
-    """Whole bytes of `300MB`, `1.5 GB`, `2GiB` or a plain number, in upper or lower case; ValueError for anything else.
+    """Read whole bytes from `300MB`, `1.5 GB`, `2GiB` or a plain number, in upper or lower case; else ValueError.
 
     >>> parse_size("2GiB"), parse_size("1_000")
     (2147483648, 1000)
     """
-    scales = {symbol.lower(): scale for symbol, scale in BYTES.items()}
-    found = _SIZE.fullmatch(text.replace("_", ""))
-    scale = scales.get(found[2].lower()) if found else None
-    if found is None or scale is None or len(found[1]) > 30 or float(found[1]) * scale < 1:
+    nbytes = 0.0
+    match = _SIZE.fullmatch(text.replace("_", ""))
+    if match is not None and len(match[1]) <= _MOST_DIGITS:
+        scales = {symbol.lower(): scale for symbol, scale in BYTES.items()}
+        nbytes = float(match[1]) * scales.get(match[2].lower(), 0.0)
+    if nbytes < 1:
         raise ValueError(f"{text!r} is no size; expected one such as 300MB, 1.5GB or 2GiB")
-    return int(float(found[1]) * scale)
+    return int(nbytes)
 
 
 def parse_card(text: str) -> int | None:
-    """Bytes of an emulated card; None for an empty text or `none`; ValueError says what was expected."""
+    """Read the bytes of an emulated card; None for an empty text or `none`; ValueError says what was expected."""
     if text.strip().lower() in ("", "none"):
         return None
     try:
@@ -63,21 +74,26 @@ def parse_card(text: str) -> int | None:
 
 
 def seconds(value: float | None) -> str:
-    """A duration, three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`."""
+    """Write a duration with three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`."""
     if value is None:
         return MISSING
     if value >= 0.9995:
         return f"{three_digits(value)} s"
-    return f"{three_digits(value * 1e3)} ms" if value >= 0.9995e-3 else f"{three_digits(value * 1e6)} µs"
+    if value >= 0.9995e-3:
+        return f"{three_digits(value * 1e3)} ms"
+    return f"{three_digits(value * 1e6)} µs"
 
 
 def percent(part: float | None) -> str:
-    """A part as a percentage: `percent(0.65) == "65 %"`."""
+    """Write a part as a percentage: `percent(0.65) == "65 %"`."""
     return MISSING if part is None else f"{100 * part:.0f} %"
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits and no exponent: `three_digits(12.345) == "12.3"`."""
+    """Write a number with three significant digits and no exponent: `three_digits(12.345) == "12.3"`."""
     magnitude = abs(value)
-    decimals = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
-    return f"{value:,.{decimals}f}"
+    if magnitude < 9.995:
+        return f"{value:,.2f}"
+    if magnitude < 99.95:
+        return f"{value:,.1f}"
+    return f"{value:,.0f}"

@@ -26,7 +26,7 @@ _own: tuple[int, Path] | None = None  # the process that made it, and the folder
 
 
 def folder_of_this_process() -> Path:
-    """The folder with all temporary folders of this process, made when first asked for."""
+    """Return the folder with all temporary folders of this process, made when first asked for."""
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid() or not _own[1].is_dir():  # a forked process has its own
@@ -36,14 +36,16 @@ def folder_of_this_process() -> Path:
 
 
 def temporary_folder(kind: str) -> Path:
-    """A new folder that is removed at the end of this process: `temporary_folder("run")` is `.../run-x1y2z3`."""
+    """Make a folder that is removed at the end of this process: `temporary_folder("run")` is `.../run-x1y2z3`."""
     return Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=folder_of_this_process()))
 
 
 def folder_for_unfinished() -> Path:
-    """Where a file is written that may never be finished: the caller's folder in a rank, else this process's own."""
+    """Return where to write a file that may never be finished: in a rank the caller's folder, else the own one."""
     callers = os.environ.get(TEMPORARY)
-    return Path(callers) if callers and os.path.isdir(callers) else folder_of_this_process()
+    if callers and os.path.isdir(callers):
+        return Path(callers)
+    return folder_of_this_process()
 
 
 def _remover(folder: Path) -> subprocess.Popen[bytes] | None:

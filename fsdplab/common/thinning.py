@@ -8,7 +8,7 @@ MAX_POINTS = 500
 
 
 def downsample(totals: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` indices: first, last, the first peak, the lowest and highest of each of equal windows.
+    """Choose at most `limit` indices: first, last, the first peak, the lowest and highest of each of equal windows.
 
     >>> downsample([0, 5, 1, 2, 9, 3, 0, 4, 7, 1], limit=7)
     [0, 4, 6, 8, 9]

@@ -15,32 +15,40 @@ _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def near(got: object, known: Iterable[str], most: int = 2) -> list[str]:
-    """The known words that `got` resembles, whatever its case, blanks, dashes and dots: at most `most`.
+    """Find the known words that `got` resembles, whatever its case, blanks, dashes and dots: at most `most`.
 
     >>> near("Full-Shard", ["full_shard", "no_shard"])
     ['full_shard', 'no_shard']
     """
     words: Mapping[str, str] = {squeezed(word): word for word in known}
-    return [words[word] for word in difflib.get_close_matches(squeezed(str(got)), words, n=most, cutoff=0.55)]
+    matches = difflib.get_close_matches(squeezed(str(got)), words, n=most, cutoff=0.55)
+    return [words[match] for match in matches]
 
 
 def did_you_mean(got: object, known: Iterable[str]) -> str:
-    """The text after an unknown word in a message; empty where nothing is near.
+    """Write the text after an unknown word in a message; empty where nothing is near.
 
     >>> did_you_mean("fulshard", ["full_shard", "zero1"])
     ' (did you mean full_shard?)'
     """
-    found = near(got, known)
-    return f" (did you mean {' or '.join(found)}?)" if found else ""
+    matches = near(got, known)
+    if not matches:
+        return ""
+    return f" (did you mean {' or '.join(matches)}?)"
 
 
 def plural(count: int, noun: str, several: str = "") -> str:
-    """`plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`; `several` is an unusual plural."""
-    return f"{count} {noun}" if count == 1 else f"{count} {several or noun + 's'}"
+    """Count a noun: `plural(2, "rank") == "2 ranks"`, `plural(1, "rank") == "1 rank"`.
+
+    `several` is an unusual plural.
+    """
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {several or noun + 's'}"
 
 
 def harmless(text: str) -> str:
-    """The text without characters that steer a terminal: those of escape sequences, and of the direction of writing.
+    """Remove the characters that steer a terminal: those of escape sequences, and of the direction of writing.
 
     >>> harmless("gemm\\x1b[2J\\u202e")
     'gemm[2J'
@@ -49,5 +57,5 @@ def harmless(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """The text without case, blanks, dashes and dots: `squeezed("ZeRO-3") == "zero3"`."""
+    """Remove case, blanks, dashes and dots: `squeezed("ZeRO-3") == "zero3"`."""
     return re.sub(r"[\s_.-]", "", text.lower())

@@ -29,7 +29,7 @@ _TOLD = 0.1  # of their difference: smaller parts of it are left out
 
 
 def conclusion(runs: Sequence[RunView]) -> str:
-    """What the most sharded run saves and costs beside the baseline; of a single run, what it takes.
+    """Say what the most sharded run saves and costs beside the baseline; of a single run, what it takes.
 
     `FSDP (full_shard) needs 232 MB a rank instead of 373 MB (38 % less), and sends 1.5 times as much. Simulated on the
     steady card, it hides 65 % of that, and its step is 8 % longer; measured here, its step is 12 % longer.` Without a
@@ -38,31 +38,45 @@ def conclusion(runs: Sequence[RunView]) -> str:
     base, sharded = _baseline(runs), most_sharded(runs)
     if base is None or sharded is None:
         return ""
-    alone, name = base is sharded, _name(sharded)
-    cost = [_memory(base), _sent(base)] if alone else [_memory_beside(sharded, base), _sent_beside(sharded, base)]
-    clock = _time(base) if alone else _time_beside(sharded, base)
+    if base is sharded:
+        memory, sent, step = _memory(base), _sent(base), _time(base)
+    else:
+        memory, sent, step = _memory_beside(sharded, base), _sent_beside(sharded, base), _time_beside(sharded, base)
     if not (sharded.steady.step_time_s and base.steady.step_time_s):
-        hidden = _hidden(sharded) if cost[1] else ""
-        return _sentence(name, [cost[0], cost[1] + hidden, clock])
-    step = _steady(sharded)
-    steady = f"its step takes {seconds(step)}" if alone else _step_words(step / _steady(base) - 1)
-    part = sharded.steady.overlap
-    hides = "" if part is None else f"it hides {percent(part)} of that, and "
-    measured = f"; measured here, {clock}" if clock else ""
-    return f"{_sentence(name, cost)} Simulated on the steady card, {hides}{steady}{measured}.".strip()
+        hidden = _hidden(sharded) if sent else ""
+        return _sentence(_name(sharded), [memory, sent + hidden, step])
+    told = [_sentence(_name(sharded), [memory, sent]), _on_steady_card(sharded, base, step)]
+    return " ".join(told).strip()
+
+
+def _on_steady_card(sharded: RunView, base: RunView, measured_step: str) -> str:
+    """Return the sentence on the simulated step, and after it what was measured."""
+    if base is sharded:
+        step = f"its step takes {seconds(_steady(sharded))}"
+    else:
+        step = _step_words(_steady(sharded) / _steady(base) - 1)
+    words = "Simulated on the steady card, "
+    if sharded.steady.overlap is not None:
+        words += f"it hides {percent(sharded.steady.overlap)} of that, and "
+    words += step
+    if measured_step:
+        words += f"; measured here, {measured_step}"
+    return f"{words}."
 
 
 def clock_words(runs: Sequence[RunView]) -> str:
-    """What the simulated step is, and how far the measured ones are from it and why; empty without a simulated step."""
+    """Say what the simulated step is, and how far the measured ones are from it and why; nothing without a simulated
+    step.
+    """
     if not any(run.steady.step_time_s for run in runs):
         return ""
-    told = f"Simulated: the steady card computes {GIGAFLOPS:g} GFLOP/s behind the same link, everywhere alike."
-    return f"{told} {why_they_differ(runs)}".strip()
+    words = f"Simulated: the steady card computes {GIGAFLOPS:g} GFLOP/s behind the same link, everywhere alike."
+    return f"{words} {why_they_differ(runs)}".strip()
 
 
 def why_they_differ(runs: Sequence[RunView]) -> str:
-    """How far measured steps are from the simulated ones; of the run that differs most, the parts of the difference.
-    Empty where no run has both, and where ranks were short of cores, which is said first of all.
+    """Say how far measured steps are from the simulated ones; of the run that differs most, the parts of the
+    difference. Empty where no run has both, and where ranks were short of cores, which is said first of all.
 
     >>> from fsdplab.records import Spread, Summary
     >>> from fsdplab.records.summary import Steady
@@ -73,41 +87,56 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
     if not both or core_words(both):
         return ""
     run = max(both, key=lambda run: abs(_ratio(run) - 1))
-    off, most = _ratio(run) - 1, ", which differs most," if len(both) > 1 else ""
+    off = _ratio(run) - 1
     if abs(off) <= max(_AGREES, run.summary.step_time_s.scatter or 0):
+        # rounded up, so that it holds
         return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
     excess = known(run.step_median) - _steady(run)
-    parts = [(part, words) for part, words in _parts(run, excess) if abs(part) >= _TOLD * abs(excess)]
-    told = ", ".join(f"{'+' if part > 0 else '-'}{seconds(abs(part))} of {words}" for part, words in parts)
+    which = f"{run.label}, which differs most," if len(both) > 1 else run.label
     direction = "longer" if off > 0 else "shorter"
-    step = f"The measured step of {run.label}{most} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
-    return f"{step}{': ' if told else ''}{told}."
+    step = f"The measured step of {which} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
+    parts = _parts_in_words(run, excess)
+    return f"{step}: {parts}." if parts else f"{step}."
+
+
+def _parts_in_words(run: RunView, excess: float) -> str:
+    """Return the larger parts of a difference: `+85.0 ms of waiting for a peer or a core, -20.0 ms of ...`."""
+    words = []
+    for part, cause in _parts(run, excess):
+        if abs(part) >= _TOLD * abs(excess):
+            words.append(f"{'+' if part > 0 else '-'}{seconds(abs(part))} of {cause}")
+    return ", ".join(words)
 
 
 def change_words(runs: Sequence[RunView]) -> str:
-    """The change to the most sharded run that gains most on the steady card; empty where none is known.
+    """Name the change to the most sharded run that gains most on the steady card; empty where none is known.
 
     `Most valuable change to full_shard: compute and send in bf16, with fp32 masters: 50 % more tokens/s (simulated),
     192 MB instead of 232 MB (predicted).`
     """
     run = most_sharded(runs)
-    change = None if run is None else run.summary.change
-    if run is None or change is None or not change.words:
+    if run is None or not run.summary.change.words:
         return ""
-    memory = ""
-    if change.peak_bytes:
-        before = f" instead of {size(run.peak)}" if run.peak else ""  # of a run whose memory was not measured
-        memory = f", {size(change.peak_bytes)}{before} (predicted)"
-    gain = f"{percent(known(change.gain))} more tokens/s (simulated)"
-    return f"Most valuable change to {run.label}: {change.words}: {gain}{memory}."
+    change = run.summary.change
+    words = f"Most valuable change to {run.label}: {change.words}: {percent(known(change.gain))} more tokens/s"
+    words += " (simulated)"
+    if change.peak_bytes and run.peak:
+        words += f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)"
+    elif change.peak_bytes:  # of a run whose memory was not measured
+        words += f", {size(change.peak_bytes)} (predicted)"
+    return f"{words}."
 
 
 def _parts(run: RunView, excess: float) -> list[tuple[float, str]]:
-    """The seconds by which a measured step exceeds the simulated one, by cause; empty for a run without a profile."""
+    """Return the seconds by which a measured step exceeds the simulated one, by cause; [] for a run without a profile.
+
+    They sum to the excess: computing is what the other causes leave.
+    """
     comm, exposed = run.summary.comm, run.steady.exposed_s
     if comm.exposed_s is None or comm.on_link_s is None or exposed is None:
         return []
-    copying, waiting = comm.copying_s or 0.0, (comm.waiting_s or 0.0) + (comm.no_core_s or 0.0)
+    copying = comm.copying_s or 0.0
+    waiting = (comm.waiting_s or 0.0) + (comm.no_core_s or 0.0)
     link = comm.on_link_s - exposed
     return [
         (copying, "packing and unpacking (the steady card does none)"),
@@ -129,21 +158,25 @@ def _ratio(run: RunView) -> float:
 
 
 def _baseline(runs: Sequence[RunView]) -> RunView | None:
-    """The lab's unsharded run, else another engine's, else the first run."""
-    plain = [run for run in runs if run.strategy in UNSHARDED and run.engine != "twin"]
-    return min(plain or [run for run in runs if run.engine != "twin"][:1], key=_own_engine, default=None)
+    """Return the lab's unsharded run, else another engine's, else the first run."""
+    candidates = [run for run in runs if run.engine != "twin"]
+    unsharded = [run for run in candidates if run.strategy in UNSHARDED]
+    return min(unsharded or candidates[:1], key=_is_of_others, default=None)
 
 
 def most_sharded(runs: Sequence[RunView]) -> RunView | None:
     """Return the first run of full sharding, of the lab's own engine if there is one; else the one of least memory."""
-    full = [run for run in runs if run.strategy in _RESHARDING and run.engine != "twin"]
+    candidates = [run for run in runs if run.engine != "twin"]
+    full = [run for run in candidates if run.strategy in _RESHARDING]
     if full:
-        return min(full, key=_own_engine)
-    others = [run for run in runs if run.engine != "twin" and run is not _baseline(runs)]
-    return min(others, key=lambda run: run.peak or float("inf"), default=_baseline(runs))
+        return min(full, key=_is_of_others)
+    base = _baseline(runs)
+    others = [run for run in candidates if run is not base]
+    return min(others, key=lambda run: run.peak or float("inf"), default=base)
 
 
-def _own_engine(run: RunView) -> bool:
+def _is_of_others(run: RunView) -> bool:
+    """Whether another engine ran it: `min` by this takes the lab's own first."""
     return run.engine != "lab"
 
 
@@ -164,7 +197,9 @@ def _sent(run: RunView) -> str:
 
 
 def _hidden(run: RunView) -> str:
-    """The hidden part as measured; without a link the ranks copy for each other, and nothing is on its way to hide."""
+    """Return the hidden part as measured; without a link the ranks copy for each other, and nothing is on its way to
+    hide.
+    """
     part = run.summary.comm.overlap
     if part is None or core_words([run]):
         return ""
@@ -175,26 +210,31 @@ def _hidden(run: RunView) -> str:
 
 
 def _time(run: RunView) -> str:
-    """The measured step, unless it is the machine's more than the strategy's."""
-    return f"its step takes {seconds(run.step_median)}" if run.step_median and not core_words([run]) else ""
+    """Return the measured step, unless it is the machine's more than the strategy's."""
+    if not run.step_median or core_words([run]):
+        return ""
+    return f"its step takes {seconds(run.step_median)}"
 
 
 def _memory_beside(run: RunView, base: RunView) -> str:
     if not run.peak or not base.peak:
         return _memory(run)
+    needs = f"needs {size(run.peak)} a rank"
     change = run.peak / base.peak - 1
     if abs(change) < _ALIKE:
-        return f"needs {size(run.peak)} a rank, as {base.label} does"
-    fits = base.over_card and not run.over_card
-    over = f", and {base.label} is over the card of {size(base.card)}" if fits else ""
-    return f"needs {size(run.peak)} a rank instead of {size(base.peak)} ({_percent(change, 'more', 'less')}{over})"
+        return f"{needs}, as {base.label} does"
+    difference = _percent(change, "more", "less")
+    if base.over_card and not run.over_card:
+        difference += f", and {base.label} is over the card of {size(base.card)}"
+    return f"{needs} instead of {size(base.peak)} ({difference})"
 
 
 def _sent_beside(run: RunView, base: RunView) -> str:
-    ours, theirs = run.summary.comm.bytes_per_step, base.summary.comm.bytes_per_step
-    if not ours or not theirs:
+    sent = run.summary.comm.bytes_per_step
+    sent_by_base = base.summary.comm.bytes_per_step
+    if not sent or not sent_by_base:
         return _sent(run)
-    times = ours / theirs
+    times = sent / sent_by_base
     return "sends as much" if abs(times - 1) < _ALIKE else f"sends {times:.2g} times as much"
 
 
@@ -209,7 +249,9 @@ def _time_beside(run: RunView, base: RunView) -> str:
 
 
 def _step_words(change: float) -> str:
-    return "its step takes as long" if abs(change) < _ALIKE else f"its step is {_percent(change, 'longer', 'shorter')}"
+    if abs(change) < _ALIKE:
+        return "its step takes as long"
+    return f"its step is {_percent(change, 'longer', 'shorter')}"
 
 
 def _percent(change: float, more: str, less: str) -> str:
@@ -217,12 +259,15 @@ def _percent(change: float, more: str, less: str) -> str:
 
 
 def _sentence(name: str, parts: Sequence[str]) -> str:
-    said = [part for part in parts if part]
-    if not said:
+    """Join a subject and what is said of it; parts that are empty are left out."""
+    predicates = [part for part in parts if part]
+    if not predicates:
         return ""
-    if len(said) == 1 and said[0].startswith(("its ", "no ")):
-        return f"{name}: {said[0]}."
-    return f"{name} {', '.join(said[:-1])}{', and ' if len(said) > 1 else ''}{said[-1]}."
+    *others, last = predicates
+    if others:
+        return f"{name} {', '.join(others)}, and {last}."
+    has_its_own_subject = last.startswith(("its ", "no "))
+    return f"{name}: {last}." if has_its_own_subject else f"{name} {last}."
 
 
 # ---- predicted beside measured: how far apart, and why, in the words of the page
@@ -234,23 +279,26 @@ ALIKE = 0.01  # totals nearer than this are those of instants that are equally h
 
 
 def gaps(run: RunView) -> list[str]:
-    """A sentence on each category of which the prediction is off by more than a tenth, and by more than half a percent
-    of the peak, with the reason.
+    """Return a sentence on each category of which the prediction is off by more than a tenth, and by more than half a
+    percent of the peak, with the reason.
     """
-    found = []
-    for name in CATEGORIES if run.predicted_peak and run.peak else ():
-        ours, theirs = run.predicted_split.get(name, 0), run.split.get(name, 0)
-        if abs(ours - theirs) > max(NEAR * theirs, SMALL * known(run.peak)):
-            both = f"{CATEGORY_NAMES[name]} {size(ours)} predicted, {size(theirs)} measured"
-            found.append(f"{run.label}: {both}: {_why(run, name, ours < theirs)}")
-    return found
+    if not run.predicted_peak or not run.peak:
+        return []
+    sentences = []
+    for category in CATEGORIES:
+        predicted, measured = run.predicted_split.get(category, 0), run.split.get(category, 0)
+        if abs(predicted - measured) > max(NEAR * measured, SMALL * run.peak):
+            both = f"{CATEGORY_NAMES[category]} {size(predicted)} predicted, {size(measured)} measured"
+            sentences.append(f"{run.label}: {both}: {_why(run, category, predicted < measured)}")
+    return sentences
 
 
 def _why(run: RunView, category: str, too_little: bool) -> str:
-    total = run.predicted_peak or 0
+    """Return why a category is predicted wrong, as far as that is known."""
     if run.status == "failed":
         return "the run failed before its step was whole"
-    if abs(total - known(run.peak)) <= ALIKE * known(run.peak):
+    peak = known(run.peak)
+    if abs((run.predicted_peak or 0) - peak) <= ALIKE * peak:
         return (
             "the totals agree, so two instants of the step are about equally high, and the prediction's split is that"
             " of the other one"
@@ -261,43 +309,59 @@ def _why(run: RunView, category: str, too_little: bool) -> str:
 
 
 def verdict(runs: Sequence[RunView]) -> str:
-    """The finding of a comparison: how far the predicted peaks are off at most."""
-    known = [(run, run.predicted_peak / run.peak - 1) for run in runs if run.peak and run.predicted_peak]
-    if not known:
+    """Return the finding of a comparison: how far the predicted peaks are off at most."""
+    predicted = [run for run in runs if run.peak and run.predicted_peak]
+    if not predicted:
         return "No peak of these runs is predicted"
-    worst, off = max(known, key=lambda pair: abs(pair[1]))
-    if abs(off) < 0.0005:
+    worst = max(predicted, key=_off)
+    if _off(worst) < 0.0005:
         return "Every predicted peak is within 0.1% of the measured one"
-    return f"Predicted peaks are within {abs(off):.1%} of the measured ones; {worst.label} is furthest off"
+    return f"Predicted peaks are within {_off(worst):.1%} of the measured ones; {worst.label} is furthest off"
+
+
+def _off(run: RunView) -> float:
+    """Return by which part of the measured peak the predicted one is off."""
+    return abs(known(run.predicted_peak) / known(run.peak) - 1)
 
 
 def step_sources(runs: Sequence[RunView]) -> list[str]:
-    """A sentence on each run from which the steps of others are predicted, predicted beside measured.
+    """Return a sentence on each run from which the steps of others are predicted, predicted beside measured.
 
     `From the run of no_shard a step of full_shard is predicted at 212 ms ±3 % (1.02), measured 208 ms ±2 %.`
     """
-    found: dict[str, list[str]] = {}
+    predictions: dict[str, list[str]] = {}  # by the run that they are from
     for run in runs:
-        if (source := run.summary.predicted.step_from) and run.step_median:
-            told = f"{run.label} is predicted at {predicted_step(run)}, measured {step_of(run)}"
-            found.setdefault(source, []).append(told)
-    return [f"From the run of {source} a step of {'; of '.join(told)}." for source, told in found.items()]
+        source = run.summary.predicted.step_from
+        if source and run.step_median:
+            words = f"{run.label} is predicted at {predicted_step(run)}, measured {step_of(run)}"
+            predictions.setdefault(source, []).append(words)
+    sentences = []
+    for source, words_of_runs in predictions.items():
+        sentences.append(f"From the run of {source} a step of {'; of '.join(words_of_runs)}.")
+    return sentences
 
 
 # ---- findings of several runs, each with its run's unique label: for pages, widgets and the terminal
 
 
 def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Finding]]]:
-    """(label, findings) of every profiled run, in order."""
-    return [(run.label, findings(record)) for run, record in zip(views(records), records) if record.table("breakdown")]
+    """Return (label, findings) of every profiled run, in order."""
+    by_run = []
+    for run, record in zip(views(records), records):
+        if record.table("breakdown"):
+            by_run.append((run.label, findings(record)))
+    return by_run
 
 
 # the settings of a run that change what a finding claims
 _SETTINGS_OF = {
-    "no_prefetch": ("prefetch",), "slow_link": ("precision", "tokens"), "copies": ("precision", "tokens"),
-    "nothing_to_hide_behind": ("tokens", "prefetch"), "busy_link": ("tokens", "prefetch"),
+    "no_prefetch": ("prefetch",),
+    "slow_link": ("precision", "tokens"),
+    "copies": ("precision", "tokens"),
+    "nothing_to_hide_behind": ("tokens", "prefetch"),
+    "busy_link": ("tokens", "prefetch"),
     "one_communicator": ("link_queues", "prefetch"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -318,32 +382,49 @@ class Advice:
 
 
 def costliest(records: Sequence[RunRecord], most: int = 3) -> list[Advice]:
-    """Findings over all runs, each of another kind and another run: first those against which a change of the run gains
-    on the steady card, by what it gains and costs; then by the seconds of the finding.
+    """Return findings over all runs, each of another kind and another run: first those against which a change of the
+    run gains on the steady card, by what it gains and costs; then by the seconds of the finding.
     """
-    every: list[Advice] = []
-    by_label = {run.label: record for run, record in zip(views(records), records)}
-    for label, of_run in findings_by_run(records):
-        changes = _gains(by_label[label])
-        every += [_advice(label, finding, changes) for finding in of_run if finding.seconds]
-    by_cost = sorted(every, key=lambda advice: -advice.finding.seconds)
-    ordered = in_order({advice.change for advice in every if advice.gain})
-    places = {change: place for place, change in enumerate(ordered)}
     chosen: list[Advice] = []
-    for advice in sorted(by_cost, key=lambda advice: places.get(advice.change, len(places))):
-        if all(advice.label != taken.label and advice.finding.kind != taken.finding.kind for taken in chosen):
+    for advice in _by_worth(_every_advice(records)):
+        labels = {taken.label for taken in chosen}
+        kinds = {taken.finding.kind for taken in chosen}
+        if advice.label not in labels and advice.finding.kind not in kinds:
             chosen.append(advice)
     return chosen[:most]
 
 
+def _every_advice(records: Sequence[RunRecord]) -> list[Advice]:
+    """Return what to do about each finding that costs time."""
+    by_label = {run.label: record for run, record in zip(views(records), records)}
+    every_advice = []
+    for label, of_run in findings_by_run(records):
+        changes = _gains(by_label[label])
+        every_advice += [_advice(label, finding, changes) for finding in of_run if finding.seconds]
+    return every_advice
+
+
+def _by_worth(every_advice: list[Advice]) -> list[Advice]:
+    """Order advice by its change, those without one last; within each by the seconds of the finding."""
+    changes = in_order({advice.change for advice in every_advice if advice.gain})
+    places = {change: place for place, change in enumerate(changes)}
+
+    def worth(advice: Advice) -> tuple[int, float]:
+        return places.get(advice.change, len(places)), -advice.finding.seconds
+
+    return sorted(every_advice, key=worth)
+
+
 def _gains(record: RunRecord) -> Mapping[str, Change]:
-    """What each setting of a run of the lab gains on the steady card at another value; empty for others."""
-    spec = None if record.spec.get("job") or record.summary.traces else spec_of(record)
+    """Return what each setting of a run of the lab gains on the steady card at another value; empty for others."""
+    if record.spec.get("job") or record.summary.traces:
+        return {}
+    spec = spec_of(record)
     return {} if spec is None else gains(spec)
 
 
 def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advice:
-    """The best change against the cause of a finding, if any gains; else its own remedy."""
+    """Return the best change against the cause of a finding, if any gains; else its own remedy."""
     known_changes = [changes[name] for name in _SETTINGS_OF.get(finding.kind, ()) if name in changes]
     worth = [change for change in known_changes if (change.gain or 0.0) >= LEAST_GAIN]
     if not worth:

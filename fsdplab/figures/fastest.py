@@ -17,15 +17,22 @@ _ALIKE = 1e-3  # of a simulated step: less is rounding
 
 
 def core_words(runs: Sequence[RunView]) -> str:
-    """The sentence on runs whose ranks were short of cores, which goes before all else; empty where none was."""
-    short = [run for run in runs if run.summary.short_of_cores]
-    some = [run for run in runs if run.summary.cpu_share is not None and run not in short]
-    shares = [run.summary.cpu_share for run in short if run.summary.cpu_share is not None]
-    return core_sentence(min(shares), listed(short) if some else "") if shares else ""
+    """Return the sentence on runs whose ranks were short of cores, which goes before all else; empty where none was."""
+    short, had_enough = [], []
+    for run in runs:
+        if run.summary.short_of_cores:
+            short.append(run)
+        elif run.summary.cpu_share is not None:
+            had_enough.append(run)
+    if not short:
+        return ""
+    least = min(known(run.summary.cpu_share) for run in short)
+    # where all ran on the same busy machine, there is no need to name them
+    return core_sentence(least, listed(short) if had_enough else "")
 
 
 def fastest_words(runs: Sequence[RunView]) -> str:
-    """Who is fastest of several runs with a timed step, for a title.
+    """Say who is fastest of several runs with a timed step, for a title.
 
     `zero1 is fastest, 342 ms a step`, `no difference between zero1 and zero2 is seen in 4 steps (their medians would
     have to differ by 11 %)`, or why none is named; then the runs that are left out, as they are over the card.
@@ -35,8 +42,21 @@ def fastest_words(runs: Sequence[RunView]) -> str:
     return _fastest(those_that_fit(runs)) + _left_out(runs)
 
 
+def _fastest(runs: Sequence[RunView]) -> str:
+    outcome = race_of(runs)
+    leaders = [runs[place] for place in outcome.leaders]
+    if len(leaders) == 1 or all(run.simulated for run in runs):
+        return f"{listed(leaders)} {_is(leaders)} fastest, {seconds(leaders[0].step_median)} a step"
+    if outcome.within is None:
+        return "no run is called fastest, as too few steps were timed (4 are needed)"
+    steps = plural(min(run.summary.step_time_s.count or 0 for run in leaders), "step")
+    needed = f"their medians would have to differ by {percent(outcome.within)}"
+    return f"no difference between {listed(leaders)} is seen in {steps} ({needed})"
+
+
 def _left_out(runs: Sequence[RunView]) -> str:
-    over = [run for run in runs if run not in those_that_fit(runs)]
+    fitting = those_that_fit(runs)
+    over = [run for run in runs if run not in fitting]
     return f"; {listed(over)} {_is(over)} over the card and not ranked" if over else ""
 
 
@@ -44,53 +64,46 @@ def _is(runs: Sequence[RunView]) -> str:
     return "is" if len(runs) == 1 else "are"
 
 
-def _fastest(runs: Sequence[RunView]) -> str:
-    found = race_of(runs)
-    leaders = [runs[place] for place in found.leaders]
-    if len(leaders) == 1 or all(run.simulated for run in runs):
-        return f"{listed(leaders)} {_is(leaders)} fastest, {seconds(leaders[0].step_median)} a step"
-    if found.within is None:
-        return "no run is called fastest, as too few steps were timed (4 are needed)"
-    steps = plural(min(run.summary.step_time_s.count or 0 for run in leaders), "step")
-    needed = f"their medians would have to differ by {percent(found.within)}"
-    return f"no difference between {listed(leaders)} is seen in {steps} ({needed})"
-
-
 def step_words(runs: Sequence[RunView]) -> str:
-    """The sentence on the steps of runs: who is fastest, and how many times longer the slowest takes.
+    """Return the sentence on the steps of runs: who is fastest, and how many times longer the slowest takes.
 
     `zero1 is fastest, 342 ms a step; full_shard takes 1.20 times that`; of one run its step.
     """
-    if core := core_words(runs):
-        return core.rstrip(".")
+    short_of_cores = core_words(runs)
+    if short_of_cores:
+        return short_of_cores.rstrip(".")
     if len(runs) == 1:
         return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
-    steps = [known(run.step_median) for run in runs]
-    slow, choice = steps.index(max(steps)), those_that_fit(runs)
-    fastest = [choice[place] for place in race_of(choice).leaders]
-    if runs[slow] in fastest:
+    slowest = max(runs, key=lambda run: known(run.step_median))
+    fitting = those_that_fit(runs)
+    fastest = [fitting[place] for place in race_of(fitting).leaders]
+    if slowest in fastest:
         return fastest_words(runs)
-    least = min(known(run.step_median) for run in fastest)
-    return f"{_fastest(choice)}; {runs[slow].label} takes {max(steps) / least:.2f} times that{_left_out(runs)}"
+    ratio = known(slowest.step_median) / min(known(run.step_median) for run in fastest)
+    return f"{_fastest(fitting)}; {slowest.label} takes {ratio:.2f} times that{_left_out(runs)}"
 
 
 def those_that_fit(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that fit their card, among which one chooses; all of them where none fits."""
+    """Return the runs that fit their card, among which one chooses; all of them where none fits."""
     return [run for run in runs if not run.over_card] or list(runs)
 
 
 def race_of(runs: Sequence[RunView]) -> Race:
-    """The race of the runs' steps; of simulated ones the shortest leads."""
+    """Return the race of the runs' steps; of simulated ones the shortest leads."""
     if not all(run.simulated for run in runs):
         return race([run.summary.step_time_s for run in runs])
-    steps = [(known(run.step_median), place) for place, run in enumerate(runs)]
-    best = min(steps)[0]
-    return Race(tuple(place for step, place in sorted(steps) if step <= (1 + _ALIKE) * best), within=_ALIKE)
+    steps = [known(run.step_median) for run in runs]
+    shortest_first = sorted(range(len(runs)), key=lambda place: (steps[place], place))
+    least = steps[shortest_first[0]]
+    leaders = [place for place in shortest_first if steps[place] <= (1 + _ALIKE) * least]
+    return Race(tuple(leaders), within=_ALIKE)
 
 
 def listed(runs: Sequence[RunView]) -> str:
-    """`a`, `a and b`, `a, b and c`; of more than four the first three and how many others."""
+    """Return `a`, `a and b`, `a, b and c`; of more than four the first three and how many others."""
     names = [run.label for run in runs]
     if len(names) > 4:
         names = [*names[:3], f"{len(names) - 3} others"]
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

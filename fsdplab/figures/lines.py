@@ -14,19 +14,19 @@ Places = Sequence[float] | Sequence[str]
 def line(
     name: str, colour: str, x: Places, y: Sequence[float], width: float = 3, dash: str = "solid", **more: Any
 ) -> go.Scatter:
-    """A line by its name in the legend; `line_shape="hv"` holds each level until the next point."""
+    """Draw a line by its name in the legend; `line_shape="hv"` holds each level until the next point."""
     look = dict(mode="lines", line=dict(color=colour, width=width, dash=dash), marker=dict(color=colour, size=9))
     return go.Scatter(name=name, x=x, y=y, **look).update(more)
 
 
 def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 13, **more: Any) -> go.Scatter:
-    """Points with a thin edge."""
+    """Draw points with a thin edge."""
     marker = dict(color=colour, size=size, line=dict(color=EDGE, width=1))
     return go.Scatter(name=name, x=x, y=y, mode="markers", marker=marker).update(more)
 
 
 def peak(at: float, height: float, **more: Any) -> go.Scatter:
-    """The dot at a highest value, in MB."""
+    """Draw the dot at a highest value, in MB."""
     look = dict(marker_line=dict(color="white", width=1.5), hovertemplate="peak %{y:.1f} MB<extra></extra>")
     return points("peak", ALARM, [at], [height], 12, showlegend=False, **look, **more)
 
@@ -35,23 +35,44 @@ def peak(at: float, height: float, **more: Any) -> go.Scatter:
 
 
 def heat_map(
-    columns: Sequence[str], rows: Sequence[str], values: Sequence[Sequence[float | None]],
-    texts: Sequence[Sequence[str]], hover: str, scale_title: str = "", most: float | None = None, **more: Any,
-) -> go.Figure:  # fmt: skip
-    """A figure of cells, the first row on top; a cell of None is empty.
+    columns: Sequence[str],
+    rows: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    texts: Sequence[Sequence[str]],
+    hover: str,
+    scale_title: str = "",
+    most: float | None = None,
+    **more: Any,
+) -> go.Figure:
+    """Draw a figure of cells, the first row on top; a cell of None is empty.
 
     `most` is the value of the strongest colour (the highest value by default), `scale_title` names the colours' scale.
     """
-    highest = most or max((value for row in values for value in row if value is not None), default=0) or 1
+    known = [value for row in values for value in row if value is not None]
     scale = dict(
-        title=dict(text=scale_title, font=dict(size=14)), thickness=16, tickfont=dict(size=14), outlinewidth=0,
+        title=dict(text=scale_title, font=dict(size=14)),
+        thickness=16,
+        tickfont=dict(size=14),
+        outlinewidth=0,
         nticks=4 if len(rows) < 4 else 8,
-    )  # fmt: skip
+    )
     cells = go.Heatmap(
-        x=columns, y=rows, z=values, text=texts, texttemplate="%{text}", textfont=dict(size=13, color=DARK_INK),
-        hovertemplate=f"{hover}<extra></extra>", hoverongaps=False, xgap=3, ygap=3, zmin=0, zmax=highest,
-        colorscale=HEAT, colorbar=scale, showscale=bool(scale_title),
-    )  # fmt: skip
+        x=columns,
+        y=rows,
+        z=values,
+        text=texts,
+        texttemplate="%{text}",
+        textfont=dict(size=13, color=DARK_INK),
+        hovertemplate=f"{hover}<extra></extra>",
+        hoverongaps=False,
+        xgap=3,
+        ygap=3,
+        zmin=0,
+        zmax=most or max(known, default=0) or 1,
+        colorscale=HEAT,
+        colorbar=scale,
+        showscale=bool(scale_title),
+    )
     figure = go.Figure(cells.update(more))
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure.update_xaxes(type="category", showgrid=False)

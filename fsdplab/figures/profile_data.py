@@ -33,12 +33,14 @@ _REMEDIES = {
 
 
 def label(record: RunRecord) -> str:
-    """The run's name in titles: `full_shard`, `torch-fsdp2`."""
+    """Return the run's name in titles: `full_shard`, `torch-fsdp2`."""
     return view(record).label
 
 
 def rows_of(record: RunRecord, table: str) -> list[Row]:
-    """The rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a record."""
+    """Return the rows of a table; ValueError with the remedy when the record has none, TypeError for anything but a
+    record.
+    """
     if not isinstance(record, RunRecord):
         raise TypeError(
             f"this figure draws a run record, got {type(record).__name__}; pass what run() returned or"
@@ -46,101 +48,141 @@ def rows_of(record: RunRecord, table: str) -> list[Row]:
         )
     rows = named_rows(record, table)
     if not rows:
-        remedy = _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
-        if table == "exposed" and named_rows(record, "breakdown"):
-            remedy = "its profiled steps show no communication"
-        elif record.status == "out_of_memory" and record.spec.get("profile"):
-            remedy = "the card was full before its profiled steps: give it a larger --card, or a smaller model or batch"
-        raise ValueError(f"{label(record)} has no {table} table to draw; {remedy}")
+        raise ValueError(f"{label(record)} has no {table} table to draw; {_remedy(record, table)}")
     return rows
 
 
+def _remedy(record: RunRecord, table: str) -> str:
+    if table == "exposed" and named_rows(record, "breakdown"):
+        return "its profiled steps show no communication"
+    if record.status == "out_of_memory" and record.spec.get("profile"):
+        return "the card was full before its profiled steps: give it a larger --card, or a smaller model or batch"
+    return _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
+
+
 def named_rows(record: RunRecord, table: str) -> list[Row]:
-    """The rows of a table, with the root under its name: the ledger writes `root`, traces leave it empty."""
+    """Return the rows of a table, with the root under its name: the ledger writes `root`, traces leave it empty."""
     name = unnamed(record)
-    return [{**row, "unit": name} if row.get("unit") == "" else row for row in record.table(table)]
+    rows = []
+    for row in record.table(table):
+        rows.append({**row, "unit": name} if row.get("unit") == "" else row)
+    return rows
 
 
 def unnamed(record: RunRecord) -> str:
-    """What a unit without a name is: in records of before, which left the root nameless, the root."""
-    units = {row.get("unit") for name in ("exposed", "timeline") for row in record.table(name)}
-    if ROOT in units:
+    """Return what a unit without a name is: in records of before, which left the root nameless, the root."""
+    in_steps = _units_of(record, "exposed", "timeline")
+    if ROOT in in_steps:
         return OUTSIDE_UNITS
-    named = units | {row.get("unit") for name in ("ledger", "life") for row in record.table(name)}
+    named = in_steps | _units_of(record, "ledger", "life")
     return ROOT if named - {"", None} else NO_UNIT
 
 
+def _units_of(record: RunRecord, *tables: str) -> set[str | None]:
+    units = set()
+    for table in tables:
+        units |= {row.get("unit") for row in record.table(table)}
+    return units
+
+
 def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
-    """One record or several, as a list."""
+    """Return one record or several as a list."""
     return [records] if isinstance(records, RunRecord) else list(records)
 
 
 def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
-    """The rows of profiled steps; those of the memory step, which is slow, only if there are no others."""
+    """Return the rows of profiled steps; those of the memory step, which is slow, only if there are no others."""
     slowed = {row["step"] for row in record.table("memory")}
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
 
 def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
-    """(step, its timeline rows); by default the profiled step of median length (its slowest rank's), which stands for
-    the others. ValueError names the steps there are.
+    """Return (step, its timeline rows); by default the profiled step of median length, which stands for the others.
+
+    ValueError names the steps there are.
     """
     rows = rows_of(record, "timeline")
     if step is None:
-        usual = profiled(rows, record)
-        whole = grouped((row for row in usual if row["lane"] == "step"), lambda row: row["step"])
-        lengths = {step: max(row["end_ns"] - row["start_ns"] for row in own) for step, own in whole.items()}
-        middle = statistics.median_low(lengths.values() or [0])
-        step = next((step for step, length in lengths.items() if length == middle), max(row["step"] for row in usual))
-    found = [row for row in rows if row["step"] == step]
-    if not found:
+        step = _median_step(profiled(rows, record))
+    of_step = [row for row in rows if row["step"] == step]
+    if not of_step:
         steps = sorted({row["step"] for row in rows})
         raise ValueError(
             f"{label(record)} has no timeline of step {step}; expected one of {steps}; run with --profile for more"
         )
-    return step, found
+    return step, of_step
+
+
+def _median_step(rows: Sequence[Row]) -> int:
+    """Return the step whose length, which is its slowest rank's, is the median; the last one where no row has it."""
+    lengths: dict[int, int] = {}
+    for row in rows:
+        if row["lane"] == "step":
+            length = row["end_ns"] - row["start_ns"]
+            lengths[row["step"]] = max(lengths.get(row["step"], length), length)
+    if not lengths:
+        return max(row["step"] for row in rows)
+    median = statistics.median_low(lengths.values())
+    return next(step for step, length in lengths.items() if length == median)
 
 
 def breakdown_of(record: RunRecord) -> StepSummary | None:
-    """The mean of the profiled steps of the rank that is exposed longest, in ns; None without the table."""
+    """Return the mean of the profiled steps of the rank that is exposed longest, in ns; None without the table."""
     return step_summary(profiled(record.table("breakdown"), record))
 
 
 def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
-    """(the rank exposed longest over the profiled steps, how many these are, its exposed time by unit, phase and kind,
-    in ns a step, as the findings count it).
+    """Return (the rank exposed longest over the profiled steps, how many these are, its exposed time by unit, phase and
+    kind, in ns a step, as the findings count it).
     """
     rows = profiled(rows_of(record, "exposed"), record)
     split = breakdown_of(record)
-    own = grouped(rows, lambda row: row["rank"])
-    worst = max(own, key=lambda rank: sum(row["exposed_ns"] for row in own[rank]))
-    worst = split.rank if split and split.rank in own else worst
-    steps = split.steps if split else len({row["step"] for row in own[worst]})
-    return worst, steps, exposed_cells(own[worst], steps)
+    by_rank = grouped(rows, lambda row: row["rank"])
+    if split and split.rank in by_rank:
+        worst = split.rank
+    else:
+        worst = max(by_rank, key=lambda rank: sum(row["exposed_ns"] for row in by_rank[rank]))
+    steps = split.steps if split else len({row["step"] for row in by_rank[worst]})
+    return worst, steps, exposed_cells(by_rank[worst], steps)
 
 
 def slower_words(record: RunRecord) -> str:
-    """`profiled steps took 1.60 s (mean), timed ones 729 ms (median)`; "" where they differ by less than a tenth."""
+    """Return `profiled steps took 1.60 s (mean), timed ones 729 ms (median)`; "" where they differ by less than a
+    tenth.
+    """
     timed = record.summary.step_time_s.median
     split = breakdown_of(record)
-    if not timed or split is None or split.step_ns / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
+    if not timed or split is None or split.step_ns / 1e9 <= _SLOWER * timed:
+        return ""
+    if record.spec.get("engine") == "trace":  # whose timed steps are the profiled ones
         return ""
     return f"profiled steps took {duration(split.step_ns)} (mean), timed ones {seconds(timed)} (median)"
 
 
+# ---- units
+
+
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
-    """Units in the order in which the forward reaches them; units that it never reaches follow by name."""
+    """Return units in the order in which the forward reaches them; units that it never reaches follow by name."""
     first: dict[str, int] = {}
     for row in named_rows(record, "timeline"):
         if row["phase"] == "forward" and row["lane"] == "compute":
             first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
-    numbers = {unit: [(part.isdigit(), part.zfill(9)) for part in re.split(r"(\d+)", unit)] for unit in units}
-    return sorted(numbers, key=lambda unit: (unit != ROOT, first.get(unit, float("inf")), numbers[unit]))
+
+    def place(unit: str) -> tuple[bool, float, list[tuple[bool, str]]]:
+        return unit != ROOT, first.get(unit, float("inf")), _in_numbers(unit)
+
+    return sorted(dict.fromkeys(units), key=place)
+
+
+def _in_numbers(unit: str) -> list[tuple[bool, str]]:
+    """Return a name's parts such that `blocks.10` comes after `blocks.9`."""
+    return [(part.isdigit(), part.zfill(9)) for part in re.split(r"(\d+)", unit)]
 
 
 def foremost_units(record: RunRecord, amounts: Mapping[Any, float]) -> tuple[list[str], str]:
-    """(the units of the largest amounts in the forward's order, as many as fit on a page; the subtitle's words on those
-    left out: "the 90 foremost of 224 units"). `amounts` are by tuples that begin with a unit.
+    """Return (the units of the largest amounts in the forward's order, as many as fit on a page; the subtitle's words
+    on those left out: "the 90 foremost of 224 units"). `amounts` are by tuples that begin with a unit.
     """
     weights: dict[str, float] = {}
     for (unit, *_), amount in amounts.items():
@@ -151,32 +193,47 @@ def foremost_units(record: RunRecord, amounts: Mapping[Any, float]) -> tuple[lis
 
 
 def short_unit(unit: str) -> str:
-    """A unit's name for a narrow bar: `short_unit("blocks.3") == "3"`."""
+    """Return a unit's name for a narrow bar: `short_unit("blocks.3") == "3"`."""
     return unit.rsplit(".", 1)[-1]
 
 
+# ---- words
+
+
 def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
-    """The provenance for a subtitle: `Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s), step 11`."""
+    """Return the provenance for a subtitle.
+
+    `Measured on 2 CPU ranks; the link is emulated (25 GbE: 3.12 GB/s), step 11`.
+    """
     runs = listed(records)
+    where = how_and_where(views(runs))
     links = " / ".join(dict.fromkeys(_link_words(run.summary.link) for run in runs if run.summary.link))
-    communicated = any(run.provenance.get("exposed_s") == "emulated" for run in runs)
-    emulated = f"; the link is emulated ({links})" if links else "; communication is emulated" if communicated else ""
-    return ", ".join([f"{how_and_where(views(runs))}{emulated}", *filter(None, more)])
+    if links:
+        where += f"; the link is emulated ({links})"
+    elif any(run.provenance.get("exposed_s") == "emulated" for run in runs):
+        where += "; communication is emulated"
+    return ", ".join([where, *filter(None, more)])
 
 
 def _link_words(link: Link) -> str:
-    """The emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
-    rate = f"{size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
-    named = rate.replace(" ", "").lower() == link.name.replace(" ", "").lower()
-    numbers = ", ".join(filter(None, [rate if not named else "", seconds(link.latency_s) if link.latency_s else ""]))
-    return f"{link.name}{f': {numbers}' if numbers else ''}{f', as {link.as_}' if link.as_ else ''}"
+    """Return the emulated link: `"25 GbE: 3.12 GB/s, 10.0 µs"`."""
+    numbers = []
+    if link.bytes_per_s:
+        rate = f"{size(link.bytes_per_s)}/s"
+        is_its_name = rate.replace(" ", "").lower() == link.name.replace(" ", "").lower()
+        if not is_its_name:
+            numbers.append(rate)
+    if link.latency_s:
+        numbers.append(seconds(link.latency_s))
+    words = f"{link.name}: {', '.join(numbers)}" if numbers else link.name
+    return f"{words}, as {link.as_}" if link.as_ else words
 
 
 def duration(ns: float) -> str:
-    """Nanoseconds as a reader sees them: `duration(2_100_000) == "2.10 ms"`; nothing is `0 ms`."""
+    """Write nanoseconds as a reader sees them: `duration(2_100_000) == "2.10 ms"`; nothing is `0 ms`."""
     return seconds(ns / 1e9) if ns else "0 ms"
 
 
 def percent(part: float, whole: float) -> str:
-    """`percent(1, 3) == "33 %"`; nothing of nothing is `0 %`."""
+    """Write a part of a whole: `percent(1, 3) == "33 %"`; nothing of nothing is `0 %`."""
     return f"{100 * part / whole:.0f} %" if whole else "0 %"

@@ -65,26 +65,39 @@ TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
 _AXIS = dict(
-    gridcolor=GRID, zerolinecolor=GRID, linecolor=GRID, automargin=True, ticks="outside", ticklen=4, tickcolor=GRID,
-    title=dict(standoff=12, font=dict(size=16)), tickfont=dict(size=15),
-)  # fmt: skip
+    gridcolor=GRID,
+    zerolinecolor=GRID,
+    linecolor=GRID,
+    automargin=True,
+    ticks="outside",
+    ticklen=4,
+    tickcolor=GRID,
+    title=dict(standoff=12, font=dict(size=16)),
+    tickfont=dict(size=15),
+)
 _LEGEND = dict(
     orientation="h", x=0, xanchor="left", yref="container", yanchor="top", font=dict(size=14), traceorder="normal"
 )
+_TITLE = dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16))
+_CLEAR = "rgba(0,0,0,0)"
 
 
 @lru_cache
 def template() -> go.layout.Template:
-    """The layout that every figure starts from."""
-    return go.layout.Template(
-        layout=dict(
-            font=dict(family=FONT, size=15, color=TEXT),
-            title=dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16)),
-            paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", xaxis=_AXIS, yaxis=_AXIS, legend=_LEGEND,
-            bargap=0.32, modebar=dict(remove=_NO_BUTTONS, bgcolor="rgba(0,0,0,0)"),
-            hoverlabel=dict(font=dict(family=FONT, size=14)),
-        )
-    )  # fmt: skip
+    """Return the layout that every figure starts from."""
+    layout = dict(
+        font=dict(family=FONT, size=15, color=TEXT),
+        title=_TITLE,
+        paper_bgcolor=_CLEAR,
+        plot_bgcolor=_CLEAR,
+        xaxis=_AXIS,
+        yaxis=_AXIS,
+        legend=_LEGEND,
+        bargap=0.32,
+        modebar=dict(remove=_NO_BUTTONS, bgcolor=_CLEAR),
+        hoverlabel=dict(font=dict(family=FONT, size=14)),
+    )
+    return go.layout.Template(layout=layout)
 
 
 @contextmanager
@@ -104,18 +117,22 @@ def page_is(pixels: float) -> None:
 
 
 def page() -> float:
-    """Pixels of the width for which figures are drawn."""
+    """Return pixels of the width for which figures are drawn."""
     return _ON_PAGE.get() or _page
 
 
 def words_width(words: str, size: int = 15) -> float:
-    """About how many pixels the longest line of a text takes in letters of `size` pixels, without its tags."""
-    return 0.52 * size * max(len(re.sub(r"<[^>]+>", "", line)) for line in words.split("<br>"))
+    """Return about how many pixels the longest line of a text takes in letters of `size` pixels, without its tags."""
+    lines = [re.sub(r"<[^>]+>", "", line) for line in words.split("<br>")]
+    return 0.52 * size * max(map(len, lines))
 
 
 def plot_width(labels: Iterable[str] = ()) -> float:
-    """Pixels of a plot's width on the page beside the labels of its rows."""
+    """Return pixels of a plot's width on the page beside the labels of its rows."""
     return max(100.0, page() - 54 - max(map(words_width, labels), default=60))
+
+
+# ---- title, conditions and legend
 
 
 def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 260) -> go.Figure:
@@ -125,74 +142,89 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     above the plot need.
     """
     room = page() - 24
-    titles, subtitles = wrapped(title, int(room / 12.6)), wrapped(subtitle, int(room / 8.4))
+    titles = wrapped(title, int(room / 12.6))
+    subtitles = wrapped(subtitle, int(room / 8.4))
     legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
-    top = legend + 18 + _LEGEND_LINE * _legend_rows(figure) + (_ABOVE if _words_above(figure) else 0)
-    # plotly hangs a title of several lines higher: without it, the first would leave the picture
+    top = legend + 18 + _LEGEND_LINE * _legend_rows(figure)
+    if _words_above(figure):
+        top += _ABOVE
+    # plotly hangs a title of several lines higher: without more space, the first would leave the picture
     lift = 30 if "<br>" in titles else 16
     figure.update_layout(
         template=template(),
         title=dict(
-            text=f"<b>{titles}</b>", subtitle=dict(text=subtitles, font=dict(size=15)), y=1, yanchor="top",
+            text=f"<b>{titles}</b>",
+            subtitle=dict(text=subtitles, font=dict(size=15)),
+            y=1,
+            yanchor="top",
             pad=dict(t=lift),
         ),
         margin=dict(l=16, r=28, t=top, b=16),
         legend=dict(y=1 - legend / (height + top)),
         height=height + top,
         meta=dict(alt=alt),
-    )  # fmt: skip
+    )
     return figure
 
 
 def said_further(figure: go.Figure, words: str) -> go.Figure:
-    """The figure with words added to its subtitle, which is broken into lines anew and gets the room that they need."""
-    title, subtitle = (
-        text.replace("<br>", " ") for text in (figure.layout.title.text, figure.layout.title.subtitle.text)
-    )
-    plain = title.removeprefix("<b>").removesuffix("</b>")
-    return titled(figure, plain, subtitle + words, alt_text(figure), figure.layout.height - figure.layout.margin.t)
+    """Return the figure with words added to its subtitle, which is broken into lines anew and gets the room that they
+    need.
+    """
+    title = figure.layout.title.text.replace("<br>", " ").removeprefix("<b>").removesuffix("</b>")
+    subtitle = figure.layout.title.subtitle.text.replace("<br>", " ")
+    height = figure.layout.height - figure.layout.margin.t
+    return titled(figure, title, subtitle + words, alt_text(figure), height)
 
 
 def _legend_rows(figure: go.Figure) -> int:
-    """Rows that a figure's legend takes: one, or columns as wide as its longest name beside the labels of the rows."""
+    """Count the rows of a figure's legend: one, or columns as wide as its longest name, beside the rows' labels."""
     names = legend_of(figure)
     if not names:
         return 0
-    rows = [row for each in figure.data if each.type == "bar" for row in each.y or () if isinstance(row, str)]
-    width = plot_width([*rows, *(figure.layout.yaxis.ticktext or ())])
+    labels = list(figure.layout.yaxis.ticktext or ())
+    for trace in figure.data:
+        if trace.type == "bar":
+            labels += [row for row in trace.y or () if isinstance(row, str)]
+    width = plot_width(labels)
     widths = [words_width(name, 14) + _LEGEND_SIGN for name in names]
-    columns = len(names) if sum(widths) <= width else max(1, int(width // max(widths)))
+    if sum(widths) <= width:
+        return 1
+    columns = max(1, int(width // max(widths)))
     return -(-len(names) // columns)
 
 
 def legend_of(figure: go.Figure) -> dict[str, str]:
-    """The names in a figure's legend and their colours; {} where it has none."""
+    """Return the names in a figure's legend and their colours; {} where it has none."""
     if figure.layout.showlegend is False or len(figure.data) < 2:
         return {}
-    named = [each for each in figure.data if each.name and each.showlegend is not False]
-    return {each.name: each.marker.color for each in named}
+    return {trace.name: trace.marker.color for trace in figure.data if trace.name and trace.showlegend is not False}
 
 
 def bare(figure: go.Figure) -> dict[str, Any]:
-    """The figure's description without title, subtitle and legend, and without their room: a page sets these as text
-    that wraps.
+    """Return the figure's description without title, subtitle and legend, and without their room: a page sets these as
+    text that wraps.
     """
-    found = figure.to_plotly_json()
-    layout, top = found["layout"], _ABOVE + 8 if _words_above(figure) else 10
-    height = (figure.layout.height or 420) - (figure.layout.margin.t or 0) + top
-    margin = {**layout.get("margin", {}), "t": top}
-    return found | {"layout": {**layout, "title": None, "showlegend": False, "margin": margin, "height": height}}
+    described = figure.to_plotly_json()
+    top = _ABOVE + 8 if _words_above(figure) else 10
+    layout = dict(described["layout"])
+    layout["title"] = None
+    layout["showlegend"] = False
+    layout["margin"] = {**layout.get("margin", {}), "t": top}
+    layout["height"] = (figure.layout.height or 420) - (figure.layout.margin.t or 0) + top
+    return described | {"layout": layout}
 
 
 def _words_above(figure: go.Figure) -> bool:
     """Whether something stands above the plot: the name of a line, a phase, a button, the labels of an axis."""
-    place = ("paper", 1, "bottom"), ("y domain", 1, "bottom")
-    above = any((note.yref, note.y, note.yanchor) in place for note in figure.layout.annotations)
-    return above or bool(figure.layout.updatemenus) or figure.layout.xaxis.side == "top"
+    if figure.layout.updatemenus or figure.layout.xaxis.side == "top":
+        return True
+    above = [("paper", 1, "bottom"), ("y domain", 1, "bottom")]
+    return any((note.yref, note.y, note.yanchor) in above for note in figure.layout.annotations)
 
 
 def enlarged(figure: go.Figure, scale: float) -> go.Figure:
-    """The figure with everything that is set in pixels times `scale`, for a projector.
+    """Return the figure with everything that is set in pixels times `scale`, for a projector.
 
     Draw it for a page that is narrower by as much: `with on_page(PAGE / scale)`.
     """
@@ -200,26 +232,31 @@ def enlarged(figure: go.Figure, scale: float) -> go.Figure:
 
 
 def _in_pixels(part: Any, scale: float, name: str = "") -> Any:
-    """A figure's description with every number of pixels times `scale`."""
+    """Return a figure's description with every number of pixels times `scale`."""
     if isinstance(part, dict):
-        return {key: _in_pixels(each, scale, f"{name}.{key}") for key, each in part.items()}
+        return {key: _in_pixels(value, scale, f"{name}.{key}") for key, value in part.items()}
     if isinstance(part, (list, tuple)):
-        return [_in_pixels(each, scale, name) for each in part]
-    return part * scale if isinstance(part, (int, float)) and _PIXELS.search(name) else part
+        return [_in_pixels(value, scale, name) for value in part]
+    if isinstance(part, (int, float)) and _PIXELS.search(name):
+        return part * scale
+    return part
 
 
 def wrapped(text: str, characters: int) -> str:
-    """The text in lines of at most so many characters, broken at spaces: `wrapped("a bc", 3) == "a<br>bc"`."""
+    """Break a text at spaces into lines of at most so many characters: `wrapped("a bc", 3) == "a<br>bc"`."""
     return "<br>".join(textwrap.wrap(text, characters, break_long_words=False, break_on_hyphens=False))
 
 
 def alt_text(figure: go.Figure) -> str:
-    """What the figure shows, as text for readers who do not see it; kept in the figure's `layout.meta`."""
+    """Say what the figure shows, for readers who do not see it; the text is kept in the figure's `layout.meta`."""
     return (figure.layout.meta or {}).get("alt", "")
 
 
+# ---- colours and lines
+
+
 def strategy_colour(strategy: str, engine: str) -> str:
-    """The strategy's colour; the twin has its own."""
+    """Return the strategy's colour; the twin has its own."""
     return STRATEGY_COLOURS.get("twin" if engine == "twin" else strategy, STRATEGY_COLOURS["no_shard"])
 
 
@@ -235,28 +272,38 @@ def contrast(one: str, other: str) -> float:
 
 
 def _luminance(colour: str) -> float:
-    """The relative luminance of `#rrggbb` by WCAG 2."""
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    """Return the relative luminance of `#rrggbb` by WCAG 2."""
+    red, green, blue = (_linear(int(colour[start : start + 2], 16) / 255) for start in (1, 3, 5))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear(part: float) -> float:
+    """Return the light of a part of sRGB, which is coded so that equal steps look alike."""
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
 
 
 def mark_level(
     figure: go.Figure, at: float, words: str, axis: str = "x", panel: str = "", colour: str = ALARM, **place: Any
 ) -> None:
-    """A dashed line across the plot at a value of an axis, such as a card's capacity, with its name at the line's end.
+    """Draw a dashed line across the plot at a value of an axis, such as a card's capacity, with its name at the line's
+    end.
 
     `panel` is the number of the axes ("" for the first); `place` sets more of the name's annotation.
     """
     x, y = f"x{panel}", f"y{panel}"
-    along = dict(xref=x, yref=f"{y} domain") if axis == "x" else dict(xref=f"{x} domain", yref=y)
-    ends = dict(x0=at, x1=at, y0=0, y1=1) if axis == "x" else dict(x0=0, x1=1, y0=at, y1=at)
-    beside = dict(x=at, y=1, xanchor="center") if axis == "x" else dict(x=0, y=at, xanchor="left", xshift=6)
-    figure.add_shape(type="line", line=dict(color=colour, width=2.5, dash="dash"), **along, **ends)
+    if axis == "x":
+        refs = dict(xref=x, yref=f"{y} domain")
+        ends = dict(x0=at, x1=at, y0=0, y1=1)
+        beside = dict(x=at, y=1, xanchor="center")
+    else:
+        refs = dict(xref=f"{x} domain", yref=y)
+        ends = dict(x0=0, x1=1, y0=at, y1=at)
+        beside = dict(x=0, y=at, xanchor="left", xshift=6)
+    figure.add_shape(type="line", line=dict(color=colour, width=2.5, dash="dash"), **refs, **ends)
     note = dict(text=words, showarrow=False, yanchor="bottom", font=dict(color=colour, size=14))
-    figure.add_annotation(note | along | beside | place)
+    figure.add_annotation(note | refs | beside | place)
 
 
 def card_words(card: int, emulated: bool) -> str:
-    """The name of a card's line: `card 80.0 MB (emulated)`."""
+    """Return the name of a card's line: `card 80.0 MB (emulated)`."""
     return f"card {size(card)}{' (emulated)' if emulated else ''}"

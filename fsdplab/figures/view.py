@@ -11,7 +11,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
-from fsdplab.records.summary import Steady
+from fsdplab.records.summary import Steady, Traces
 from fsdplab.sessions.spec import ENGINES, RunSpec
 from fsdplab.sessions.steady_card import STEADY_CARD
 
@@ -21,12 +21,25 @@ _DEFAULTS = {each.name: each.default for each in fields(RunSpec)}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then
 # how the fields of a spec that tell runs apart are written
 SETTINGS = {
-    "model": "{}", "world_size": "{} ranks", "shard_size": "{} ranks a shard group", "emulate": "as {}",
-    "link": "link {}", "link_across": "across {}", "link_queues": "{} queues", "prefetch": "prefetch {}",
-    "units": "units {}", "precision": "{}", "batch_size": "batch {}", "sequence_length": "{} tokens",
-    "micro_batches": "{} micro-batches", "checkpoint": "checkpoint {}", "offload": "offload {}", "transport": "{}",
-    "optimizer": "{}", "card": "card {}",
-}  # fmt: skip
+    "model": "{}",
+    "world_size": "{} ranks",
+    "shard_size": "{} ranks a shard group",
+    "emulate": "as {}",
+    "link": "link {}",
+    "link_across": "across {}",
+    "link_queues": "{} queues",
+    "prefetch": "prefetch {}",
+    "units": "units {}",
+    "precision": "{}",
+    "batch_size": "batch {}",
+    "sequence_length": "{} tokens",
+    "micro_batches": "{} micro-batches",
+    "checkpoint": "checkpoint {}",
+    "offload": "offload {}",
+    "transport": "{}",
+    "optimizer": "{}",
+    "card": "card {}",
+}
 
 
 @dataclass(frozen=True)
@@ -53,14 +66,18 @@ class RunView:
         """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others, of a recorded job its
         program; then the note.
         """
+        return f"{self._name}, {self.note}" if self.note else self._name
+
+    @property
+    def _name(self) -> str:
         if self.recorded:
-            name = str(self.spec["job"])
-        elif self.engine in ("lab", "twin"):
-            name = self.strategy if self.engine == "lab" else "twin"
-        else:
-            implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
-            name = self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
-        return f"{name}, {self.note}" if self.note else name
+            return str(self.spec["job"])
+        if self.engine == "lab":
+            return self.strategy
+        if self.engine == "twin":
+            return "twin"
+        implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
+        return self.engine if self.strategy == implied else f"{self.engine} {self.strategy}"
 
     @property
     def step_median(self) -> float | None:
@@ -145,7 +162,7 @@ Runs: TypeAlias = RunRecord | RunView | Mapping[str, Any] | Iterable[RunRecord |
 
 
 def views(runs: Runs) -> list[RunView]:
-    """RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
+    """Return RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
     if isinstance(runs, (RunView, RunRecord)):
         return [view(runs)]
     if isinstance(runs, Mapping):
@@ -159,62 +176,98 @@ def views(runs: Runs) -> list[RunView]:
 
 
 def view(run: RunRecord | RunView) -> RunView:
-    """The RunView of one record; a RunView passes through.
+    """Return the RunView of one record; a RunView passes through.
 
     One that failed did no whole step, and has nothing of what whole steps have.
     """
     if isinstance(run, RunView):
         return run
-    names = {name: run.spec[name] for name in ("strategy", "engine", "world_size")}
-    seen = RunView(**names, summary=run.summary, status=run.status, spec=run.spec, provenance=run.provenance)
-    seen = replace(seen, environment=run.environment or {})
+    summary = run.summary
     if run.status == "failed":
-        comm = replace(run.summary.comm, bytes_per_step=None)
-        return replace(seen, summary=replace(run.summary, step_time_s=Spread(), tokens_per_s=None, comm=comm))
-    return seen
+        comm = replace(summary.comm, bytes_per_step=None)
+        summary = replace(summary, step_time_s=Spread(), tokens_per_s=None, comm=comm)
+    return RunView(
+        strategy=run.spec["strategy"],
+        engine=run.spec["engine"],
+        world_size=run.spec["world_size"],
+        summary=summary,
+        status=run.status,
+        spec=run.spec,
+        environment=run.environment or {},
+        provenance=run.provenance,
+    )
 
 
 def _of_entry(entry: Mapping[str, Any], comparison: Mapping[str, Any]) -> RunView:
-    """The RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
+    """Return the RunView of one entry of a comparison's `runs` (fields of records/comparison.py)."""
+    # an entry has what its strategy must send beside its other predictions, a summary apart from them
     formula = (entry.get("predicted") or {}).get("comm_bytes_per_step")
+    summary = Summary.from_dict({**entry, "formula_bytes_per_step": formula}, "runs")
+    of_all_runs = comparison.get("spec") or {}
     record = RunRecord(
         Path(),
-        (comparison.get("spec") or {}) | {name: entry[name] for name in ("strategy", "engine", "world_size")},
-        comparison.get("environment") or {},
-        entry.get("status") or "finished",
-        summary=Summary.from_dict({**entry, "formula_bytes_per_step": formula}, "runs"),
+        spec=of_all_runs | {name: entry[name] for name in ("strategy", "engine", "world_size")},
+        environment=comparison.get("environment") or {},
+        status=entry.get("status") or "finished",
+        summary=summary,
         provenance=entry.get("provenance") or {},
     )
     return replace(view(record), matches=entry.get("matches_reference"))
 
 
 def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, Any]) -> list[RunView]:
-    """The runs as figures and tables read them; where only the comparison judged their losses, with its verdict."""
-    seen, entries = views(runs), comparison.get("runs") or []
-    if len(seen) != len(entries):
-        return seen
-    judged = [entry.get("matches_reference") for entry in entries]
-    return [replace(run, matches=each) if run.matches is None else run for run, each in zip(seen, judged)]
+    """Return the runs as figures and tables read them; where only the comparison judged their losses, with its
+    verdict.
+    """
+    shown = views(runs)
+    entries = comparison.get("runs") or []
+    if len(shown) != len(entries):
+        return shown
+    judged = []
+    for run, entry in zip(shown, entries):
+        if run.matches is None:
+            run = replace(run, matches=entry.get("matches_reference"))
+        judged.append(run)
+    return judged
 
 
-def disambiguate_labels(seen: list[RunView]) -> list[RunView]:
-    """The views with a note wherever several have one name, because bars of one name would be drawn as one.
+# ---- names of runs that tell them apart
+
+
+def disambiguate_labels(shown: list[RunView]) -> list[RunView]:
+    """Return the views with a note wherever several have one name, because bars of one name would be drawn as one.
 
     Two runs of full_shard become `full_shard` and `full_shard, prefetch 0`; equal runs are numbered.
     """
-    noted = list(seen)
-    for label in {run.label for run in seen}:
-        same = [place for place, run in enumerate(seen) if run.label == label]
-        specs = [{**seen[place].spec, "world_size": seen[place].world_size} for place in same]
-        differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
-        notes = [settings_words(spec, [name for name in differing if not _is_default(spec, name)]) for spec in specs]
-        if len(set(notes)) < len(same):
-            notes = [settings_words(spec, differing) for spec in specs]
-        if len(set(notes)) < len(same):
-            notes = [f"{note}, run {number}".removeprefix(", ") for number, note in enumerate(notes, 1)]
-        if len(same) > 1:
-            noted = [replace(run, note=notes[same.index(at)]) if at in same else run for at, run in enumerate(noted)]
+    places: dict[str, list[int]] = {}
+    for place, run in enumerate(shown):
+        places.setdefault(run.label, []).append(place)
+    noted = list(shown)
+    for namesakes in places.values():
+        if len(namesakes) == 1:
+            continue
+        notes = _notes([shown[place] for place in namesakes])
+        for place, note in zip(namesakes, notes):
+            noted[place] = replace(shown[place], note=note)
     return noted
+
+
+def _notes(namesakes: list[RunView]) -> list[str]:
+    """Return what tells runs of one name apart: the settings in which they differ, as few as that takes.
+
+    Settings at their defaults are left out, unless that makes two notes equal; then equal notes are numbered.
+    """
+    specs = [{**run.spec, "world_size": run.world_size} for run in namesakes]
+    differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
+    notes = []
+    for spec in specs:
+        notes.append(settings_words(spec, [name for name in differing if not _is_default(spec, name)]))
+    if len(set(notes)) == len(specs):
+        return notes
+    notes = [settings_words(spec, differing) for spec in specs]
+    if len(set(notes)) == len(specs):
+        return notes
+    return [f"{note}, run {number}".removeprefix(", ") for number, note in enumerate(notes, 1)]
 
 
 def _is_default(spec: Mapping[str, Any], name: str) -> bool:
@@ -222,109 +275,203 @@ def _is_default(spec: Mapping[str, Any], name: str) -> bool:
 
 
 def settings_words(spec: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Fields of a spec: `settings_words({"prefetch": 0}, ["prefetch", "card"]) == "prefetch 0, card none"`."""
-    values = {name: size(spec[name]) if name == "card" and spec.get(name) else spec.get(name) for name in names}
-    return ", ".join(SETTINGS[name].format("none" if value is None else value) for name, value in values.items())
+    """Write fields of a spec: `settings_words({"prefetch": 0}, ["prefetch", "card"]) == "prefetch 0, card none"`."""
+    words = []
+    for name in names:
+        value = spec.get(name)
+        if name == "card" and value:
+            value = size(value)
+        words.append(SETTINGS[name].format("none" if value is None else value))
+    return ", ".join(words)
+
+
+# ---- where the numbers come from
 
 
 def ranks_and_device(runs: list[RunView]) -> str:
-    """`"2 CPU ranks"`, the words of every subtitle; of one run's traces `"2 of 8 NVIDIA A100 ranks"`."""
+    """Return `"2 CPU ranks"`, the words of every subtitle; of one run's traces `"2 of 8 NVIDIA A100 ranks"`."""
     kind = "CPU" if all(run.device == "cpu" for run in runs) else "GPU"
-    if len(runs) == 1 and (traces := runs[0].summary.traces) is not None:
-        ranks = plural(runs[0].world_size, f"{runs[0].environment.get('device_name') or kind} rank")
-        return f"{traces.ranks} of {ranks}" if traces.ranks < runs[0].world_size else ranks
-    sizes = sorted({run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs})
-    return plural(sizes[0], f"{kind} rank") if len(sizes) == 1 else f"{' and '.join(map(str, sizes))} {kind} ranks"
+    if len(runs) == 1 and runs[0].summary.traces is not None:
+        return _ranks_of_traces(runs[0], runs[0].summary.traces, kind)
+    # the twin replays the batches of all ranks in one process
+    sizes = {run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs}
+    if len(sizes) == 1:
+        return plural(*sizes, f"{kind} rank")
+    return f"{' and '.join(map(str, sorted(sizes)))} {kind} ranks"
+
+
+def _ranks_of_traces(run: RunView, traces: Traces, kind: str) -> str:
+    ranks = plural(run.world_size, f"{run.environment.get('device_name') or kind} rank")
+    return f"{traces.ranks} of {ranks}" if traces.ranks < run.world_size else ranks
 
 
 def how_and_where(runs: list[RunView]) -> str:
-    """`"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`, `"Simulated on the steady card"`; where some of the
-    runs are simulated, which.
+    """Return `"Measured on 2 CPU ranks"`, `"Simulated for 16 GPU ranks"`, `"Simulated on the steady card"`; where some
+    of the runs are simulated, which.
     """
-    simulated, others = [run for run in runs if run.simulated], [run for run in runs if not run.simulated]
-    words = [f"Measured on {ranks_and_device(others)}"] if others else []
-    if simulated:
-        named = f" ({', '.join(run.label for run in simulated)})" if others else ""
-        of_steady_card = all(run.spec.get("gpu") == STEADY_CARD for run in simulated)
-        ranks = ranks_and_device(simulated)
-        where = f"on the {STEADY_CARD} for {ranks.replace('GPU ', '')}" if of_steady_card else f"for {ranks}"
-        words.append(f"{'simulated' if others else 'Simulated'} {where}{named}")
-    return " and ".join(words)
+    simulated = [run for run in runs if run.simulated]
+    measured = [run for run in runs if not run.simulated]
+    if not simulated:
+        return f"Measured on {ranks_and_device(measured)}" if measured else ""
+    where = f"for {ranks_and_device(simulated)}"
+    if all(run.spec.get("gpu") == STEADY_CARD for run in simulated):
+        where = f"on the {STEADY_CARD} {where.replace('GPU ', '')}"  # which is no GPU
+    if not measured:
+        return f"Simulated {where}"
+    names = ", ".join(run.label for run in simulated)
+    return f"Measured on {ranks_and_device(measured)} and simulated {where} ({names})"
 
 
 def missing(runs: Iterable[RunView], drawn: Iterable[RunView], why: str) -> str:
-    """The runs that a figure of these leaves out, for its subtitle: `no_shard is missing: it failed`; `why` is the
+    """Name the runs that a figure of these leaves out, for its subtitle: `no_shard is missing: it failed`; `why` is the
     reason of one that came to its end.
     """
-    labels, ends = [run.label for run in drawn], {"failed": "failed", "out_of_memory": "ran out of memory"}
+    labels = [run.label for run in drawn]
+    ends = {"failed": "failed", "out_of_memory": "ran out of memory"}
     left_out = [run for run in runs if run.label not in labels]
     return "; ".join(f"{run.label} is missing: it {ends.get(run.status, why)}" for run in left_out)
 
 
+# ---- what was measured, computed, emulated and simulated: each sentence is a row, and stands where it applies
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The runs of a comparison by where their numbers come from."""
+
+    runs: list[RunView]
+    own: list[RunView]  # processes that the lab started or recorded
+    traced: list[RunView]  # known by their traces alone
+    simulated: list[RunView]
+
+
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
-    """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
-    own = [run for run in runs if not run.traced and not run.simulated]
-    traced, simulated = [run for run in runs if run.traced], [run for run in runs if run.simulated]
-    pairs = []
-    if own:
-        measured = "step time, tokens/s, peak memory, bytes sent, losses"
-        where = "a job of its own" if all(run.recorded for run in own) else "real processes of one machine"
-        pairs.append(("measured", f"{measured}: on {ranks_and_device(own)}, {where}"))
-        pairs += [("not seen", note) for run in own for note in run.summary.notes]
-    for run in traced:
-        software = {"backend": run.environment.get("backend"), "PyTorch": run.environment.get("torch")}
-        where = ", ".join([ranks_and_device([run]), *(f"{name} {said}" for name, said in software.items() if said)])
-        told = ", ".join(["step time", "exposed time", *_told_by(run)])
-        pairs.append(("measured", f"{told}: by PyTorch's profiler on {where}"))
-    if traced:
-        missing = [name for name in ("peak memory", "bytes sent") if not any(name in _told_by(run) for run in traced)]
-        pairs.append(("not in the traces", ", ".join([*missing, "tokens/s", "losses"])))
-    if any(not run.recorded for run in own) or simulated:
-        pairs.append(("computed", "formula: the bytes that each strategy must send"))
-    shares = [(run.label, run.summary.cpu_share) for run in own]
-    if low := [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]:
-        had = "the part of their steps in which ranks had a core when they wanted one"
-        pairs.append(("cores", f"{had}: {', '.join(low)}"))
-    if any(run.predicted_split for run in own):
-        sources = {run.summary.predicted.step_from for run in own if run.summary.predicted.step_time_s}
-        step = ", and step time from this machine's calibration" if "" in sources else ""
-        memory = "peak memory by category, from the engine's own layouts and schedule"
-        pairs.append(("predicted", f"{memory}{step}; before the run"))
-        if others := sources - {""}:
-            from_runs = f"step time of the others, from what was measured of {' and '.join(sorted(others))}"
-            pairs.append(("predicted", from_runs))
-    words = "nothing"
-    if simulated:
-        names = ", ".join(dict.fromkeys(run.label for run in simulated))
-        held = "step time, tokens/s, exposed time, memory, bytes sent"
-        words = f"{held}: of {names}, for {ranks_and_device(simulated)}"
-    elif any(run.steady.step_time_s for run in own):
-        words = f"the step on the {STEADY_CARD}, and what of its communication is hidden there"
-    return [*pairs, ("emulated", _emulated(runs)), ("simulated", words)]
+    """Return the measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
+    groups = _Groups(
+        runs,
+        own=[run for run in runs if not run.traced and not run.simulated],
+        traced=[run for run in runs if run.traced],
+        simulated=[run for run in runs if run.simulated],
+    )
+    pairs = [
+        ("measured", _measured(groups)),
+        *[("not seen", note) for run in groups.own for note in run.summary.notes],
+        *[("measured", _measured_by_profiler(run)) for run in groups.traced],
+        ("not in the traces", _not_in_traces(groups)),
+        ("computed", _computed(groups)),
+        ("cores", _cores(groups)),
+        ("predicted", _predicted(groups)),
+        ("predicted", _predicted_from_runs(groups)),
+        ("emulated", _emulated(runs) or "nothing"),
+        ("simulated", _simulated(groups) or "nothing"),
+    ]
+    return [(origin, text) for origin, text in pairs if text]
+
+
+def _measured(groups: _Groups) -> str:
+    if not groups.own:
+        return ""
+    recorded = all(run.recorded for run in groups.own)
+    where = "a job of its own" if recorded else "real processes of one machine"
+    quantities = "step time, tokens/s, peak memory, bytes sent, losses"
+    return f"{quantities}: on {ranks_and_device(groups.own)}, {where}"
+
+
+def _measured_by_profiler(run: RunView) -> str:
+    where = [ranks_and_device([run])]
+    if run.environment.get("backend"):
+        where.append(f"backend {run.environment['backend']}")
+    if run.environment.get("torch"):
+        where.append(f"PyTorch {run.environment['torch']}")
+    quantities = ["step time", "exposed time", *_told_by(run)]
+    return f"{', '.join(quantities)}: by PyTorch's profiler on {', '.join(where)}"
 
 
 def _told_by(run: RunView) -> list[str]:
-    """What these traces tell, and others do not."""
-    told = {"peak memory": run.peak, "bytes sent": run.summary.comm.bytes_per_step}
-    return [name for name, value in told.items() if value is not None]
+    """Return what these traces tell, and others do not."""
+    quantities = []
+    if run.peak is not None:
+        quantities.append("peak memory")
+    if run.summary.comm.bytes_per_step is not None:
+        quantities.append("bytes sent")
+    return quantities
+
+
+def _not_in_traces(groups: _Groups) -> str:
+    if not groups.traced:
+        return ""
+    told = {quantity for run in groups.traced for quantity in _told_by(run)}
+    untold = [quantity for quantity in ("peak memory", "bytes sent") if quantity not in told]
+    return ", ".join([*untold, "tokens/s", "losses"])
+
+
+def _computed(groups: _Groups) -> str:
+    if groups.simulated or any(not run.recorded for run in groups.own):
+        return "formula: the bytes that each strategy must send"
+    return ""
+
+
+def _cores(groups: _Groups) -> str:
+    shares = []
+    for run in groups.own:
+        share = run.summary.cpu_share
+        if share is not None and share < _ALL_CORES:
+            shares.append(f"{run.label} {share:.0%}")
+    if not shares:
+        return ""
+    return f"the part of their steps in which ranks had a core when they wanted one: {', '.join(shares)}"
+
+
+def _sources_of_steps(groups: _Groups) -> set[str]:
+    """Return from which runs steps are predicted; "" stands for this machine's calibration."""
+    if not any(run.predicted_split for run in groups.own):
+        return set()
+    return {run.summary.predicted.step_from for run in groups.own if run.summary.predicted.step_time_s}
+
+
+def _predicted(groups: _Groups) -> str:
+    if not any(run.predicted_split for run in groups.own):
+        return ""
+    quantities = "peak memory by category, from the engine's own layouts and schedule"
+    if "" in _sources_of_steps(groups):
+        quantities += ", and step time from this machine's calibration"
+    return f"{quantities}; before the run"
+
+
+def _predicted_from_runs(groups: _Groups) -> str:
+    sources = _sources_of_steps(groups) - {""}
+    if not sources:
+        return ""
+    return f"step time of the others, from what was measured of {' and '.join(sorted(sources))}"
 
 
 def _emulated(runs: list[RunView]) -> str:
     links = emulated_links(runs)
-    said = {
-        "the card: a run whose counted bytes exceed it goes on, and is marked": any(
-            run.card and run.card_emulated for run in runs
-        ),
-        f"the link ({links}): collectives take the time that it would need": links,
-        "several GPUs: ranks take turns on one, so that step times say little of as many": any(
-            "ranks_on_one_gpu" in run.provenance for run in runs
-        ),
-    }
-    return "; ".join(words for words, applies in said.items() if applies) or "nothing"
+    sentences = []
+    if any(run.card and run.card_emulated for run in runs):
+        sentences.append("the card: a run whose counted bytes exceed it goes on, and is marked")
+    if links:
+        sentences.append(f"the link ({links}): collectives take the time that it would need")
+    if any("ranks_on_one_gpu" in run.provenance for run in runs):
+        sentences.append("several GPUs: ranks take turns on one, so that step times say little of as many")
+    return "; ".join(sentences)
 
 
 def emulated_links(runs: list[RunView]) -> str:
-    """The names of the emulated links that occur: `"25gbe"`, `"25gbe, eth10"`; empty without any."""
-    asked = [run.spec.get("emulate") or run.spec.get("link") for run in runs]
-    links = [run.summary.link.name if run.summary.link else name for run, name in zip(runs, asked)]
-    return ", ".join(sorted({str(link) for link in links if link}))
+    """Return the names of the emulated links that occur: `"25gbe"`, `"25gbe, eth10"`; empty without any."""
+    links = set()
+    for run in runs:
+        name = run.summary.link.name if run.summary.link else run.spec.get("emulate") or run.spec.get("link")
+        if name:
+            links.add(str(name))
+    return ", ".join(sorted(links))
+
+
+def _simulated(groups: _Groups) -> str:
+    if groups.simulated:
+        names = ", ".join(dict.fromkeys(run.label for run in groups.simulated))
+        quantities = "step time, tokens/s, exposed time, memory, bytes sent"
+        return f"{quantities}: of {names}, for {ranks_and_device(groups.simulated)}"
+    if any(run.steady.step_time_s for run in groups.own):
+        return f"the step on the {STEADY_CARD}, and what of its communication is hidden there"
+    return ""

@@ -38,23 +38,25 @@ class Saved:
 
 
 def block_tensors(spec: PlanSpec) -> list[Saved]:
-    """What one block keeps without checkpointing: Llama's 4C + 2HD + 2KD + 4F channels, GPT's with 2F."""
-    shape, b = spec.model, spec.param_bytes
-    norm = 4 if shape.norm_bias else 2  # two norms, each with a mean and a deviation, or the latter only
-    inner = [] if shape.parallel else _norm_reads("input of the second norm", spec)
-    gate = ["gate", "up", "activation", "gated"] if shape.gated else ["up", "activation"]
-    return [
+    """List what one block keeps without checkpointing: Llama's 4C + 2HD + 2KD + 4F channels, GPT's with 2F."""
+    shape, itemsize = spec.model, spec.param_bytes
+    tensors = [
         *_norm_reads("input", spec),
-        Saved("first norm", shape.width, b, whole=True),
-        Saved("query, key, value", shape.query_width + 2 * shape.kv_width, b),
+        Saved("first norm", shape.width, itemsize, whole=True),
+        Saved("query, key, value", shape.query_width + 2 * shape.kv_width, itemsize),
         *_attention(spec),
-        Saved("attention's output", shape.query_width, b),
-        *inner,
-        Saved("second norm", shape.width, b, whole=True),
-        *(Saved(name, shape.ffn_per_token, b, fusible=name == "activation" and shape.gated) for name in gate),
-        *_routed(spec),
-        Saved("statistics of the norms", norm, _STATISTIC),
+        Saved("attention's output", shape.query_width, itemsize),
     ]
+    if not shape.parallel:
+        tensors += _norm_reads("input of the second norm", spec)
+    tensors.append(Saved("second norm", shape.width, itemsize, whole=True))
+    inner = ["gate", "up", "activation", "gated"] if shape.gated else ["up", "activation"]
+    for name in inner:
+        # without a gate the last product reads the activation
+        fusible = name == "activation" and shape.gated
+        tensors.append(Saved(name, shape.ffn_per_token, itemsize, fusible=fusible))
+    statistics = 4 if shape.norm_bias else 2  # two norms, each with a mean and a deviation, or the latter only
+    return [*tensors, *_routed(spec), Saved("statistics of the norms", statistics, _STATISTIC)]
 
 
 def _routed(spec: PlanSpec) -> list[Saved]:
@@ -64,17 +66,20 @@ def _routed(spec: PlanSpec) -> list[Saved]:
     experts = spec.model.mixture
     if experts is None:
         return []
-    copies, b = experts.per_token * spec.model.width, spec.param_bytes
-    router = Saved("router's probabilities", experts.count, _STATISTIC)
-    return [Saved("tokens for experts", copies, b), Saved("experts' answers", copies, b), router]
+    copies = experts.per_token * spec.model.width
+    return [
+        Saved("tokens for experts", copies, spec.param_bytes),
+        Saved("experts' answers", copies, spec.param_bytes),
+        Saved("router's probabilities", experts.count, _STATISTIC),
+    ]
 
 
 def _norm_reads(name: str, spec: PlanSpec) -> list[Saved]:
     """What a norm keeps of its input: the input itself, or in steps of float32 a copy and what it is normed to."""
-    steps = not (spec.fused_norms or spec.model.norm_bias)
-    if not steps:
-        return [Saved(name, spec.model.width, spec.stream_bytes)]
     width = spec.model.width
+    is_one_operator = spec.fused_norms or spec.model.norm_bias
+    if is_one_operator:
+        return [Saved(name, width, spec.stream_bytes)]
     return [Saved(f"{name} in float32", width, 4), Saved(f"{name}, normed in float32", width, 4, fusible=True)]
 
 
@@ -86,19 +91,26 @@ def _attention(spec: PlanSpec) -> list[Saved]:
 
 
 def kept_tensors(spec: PlanSpec) -> list[Saved]:
-    """What one block keeps until its backward. A compiled block makes the results of element-wise operators again. A
-    policy of checkpointing keeps the input, all but "full" attention too, and of the matrix products all ("products"),
-    every other one ("selective": torchtitan's choice, and this engine's) or none ("attention").
+    """List what one block keeps until its backward. A compiled block makes the results of element-wise operators again.
+
+    A policy of checkpointing keeps the input, all but "full" attention too, and of the matrix products all
+    ("products"), every other one ("selective": torchtitan's choice, and this engine's) or none ("attention").
     """
     if spec.checkpointing == "none":
-        return [each for each in block_tensors(spec) if not (spec.compile and each.fusible)]
+        tensors = block_tensors(spec)
+        return [saved for saved in tensors if not saved.fusible] if spec.compile else tensors
     kept = [Saved("input", spec.model.width, spec.stream_bytes)]
     if spec.checkpointing == "full":
         return kept
     kept += [*_attention(spec), Saved("attention's output", spec.model.query_width, spec.param_bytes)]
-    step = {"products": 1, "selective": 2}.get(spec.checkpointing)
-    names = _products(spec.model)[::step] if step else []
-    return kept + [Saved(name, width, spec.param_bytes, whole=name in _UNCUT) for name, width in names]
+    every = _KEPT_PRODUCTS.get(spec.checkpointing)
+    if every is not None:
+        for name, width in _products(spec.model)[::every]:
+            kept.append(Saved(name, width, spec.param_bytes, whole=name in _UNCUT))
+    return kept
+
+
+_KEPT_PRODUCTS = {"products": 1, "selective": 2}  # of so many products a policy keeps the first
 
 
 _UNCUT = ("output", "down")  # partial sums over the tensor-parallel ranks: whole until they are reduced
@@ -106,12 +118,14 @@ _UNCUT = ("output", "down")  # partial sums over the tensor-parallel ranks: whol
 
 def _products(shape: ModelShape) -> list[tuple[str, int]]:
     """The matrix products of a block in order, each with the width of its result."""
-    ups = [(name, shape.ffn_per_token) for name in (("gate", "up") if shape.gated else ("up",))]
-    return [*shape.qkv, ("output", shape.width), *ups, ("down", shape.width)]
+    products = [*shape.qkv, ("output", shape.width)]
+    if shape.gated:
+        products.append(("gate", shape.ffn_per_token))
+    return [*products, ("up", shape.ffn_per_token), ("down", shape.width)]
 
 
 def kept_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that one block keeps until its backward, on one rank.
+    """Return the bytes a token that one block keeps until its backward, on one rank.
 
     Llama 2 7B in bf16, nothing checkpointed: 2 x (8 x 4096 + 4 x 11008) + 4 x (32 + 2) bytes.
     """
@@ -119,8 +133,9 @@ def kept_per_token(spec: PlanSpec) -> float:
 
 
 def computed_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that a block's forward keeps while nothing is checkpointed: also what a recomputation brings
-    back.
+    """Return the bytes a token that a block's forward keeps while nothing is checkpointed.
+
+    A recomputation brings them back.
     """
     return kept_per_token(replace(spec, checkpointing="none"))
 
@@ -142,7 +157,7 @@ class LossBytes:
 
     @classmethod
     def of(cls, spec: PlanSpec) -> LossBytes:
-        """Cross entropy on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
+        """Count the bytes of cross entropy on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
 
         Fused (flash-attn's and Liger's kernels): the logits, and in the backward their gradient; no copy in float32.
         Chunked (Liger's fused linear cross-entropy): what eager takes of one part of the tokens, and the gradient of
@@ -171,42 +186,60 @@ class LossBytes:
         logits = spec.logits
         if not spec.float_logits:  # every copy is in 16 bits, and none is made to convert
             return cls(4 * logits, 8 * logits, 2 * logits, 2 * logits, 0.0)
-        held, copies = (4 * logits if spec.keeps_logits else 0.0), (spec.param_bytes if spec.param_bytes < 4 else 0)
-        widest = 12 if spec.tensor_parallel == 1 or spec.whole_logits else 16
-        # the copy in 16 bits is gone when the shifted one is made
-        forward = (12 if spec.shifts_logits else 8 + copies) + 4 * spec.keeps_outputs
-        return cls(forward * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
+        held = 4 * logits if spec.keeps_logits else 0.0
+        low_precision = spec.param_bytes if spec.param_bytes < 4 else 0
+        # bytes a logit
+        forward = 8 + low_precision
+        if spec.shifts_logits:
+            forward = 12  # the copy in 16 bits is gone when the shifted one is made
+        if spec.keeps_outputs:
+            forward += 4
+        backward = 12 if spec.tensor_parallel == 1 or spec.whole_logits else 16
+        return cls(
+            forward=forward * logits,
+            backward=backward * logits + held,
+            after=(4 + low_precision) * logits + held,
+            saved=4 * logits + held,
+            held=held,
+        )
 
 
 class Activations:
     """Bytes of activations on one rank through a step; the first `recomputed` blocks are checkpointed."""
 
     def __init__(self, spec: PlanSpec, recomputed: int) -> None:
-        self._recomputed, shape, cut = recomputed, spec.model, spec.tensor_parallel
-        self._kept, self._computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
+        shape, cut = spec.model, spec.tensor_parallel
+        self._recomputed = recomputed
+        self._kept = kept_per_token(spec) * spec.tokens
+        self._computed = computed_per_token(spec) * spec.tokens
         # A backward's widest place is behind the last product, whose input is freed: there are the gradients of a gate
         # and of what it gates, or those of a GELU's input and result, and the residual stream's own.
-        widest = (2 if shape.gated else 1) * shape.ffn_per_token + 2 * shape.width
+        inner = 2 * shape.ffn_per_token if shape.gated else shape.ffn_per_token
+        widest = inner + 2 * shape.width
         self._backward = spec.param_bytes * widest / cut * spec.tokens
         self.batch = BATCH_PER_TOKEN * spec.tokens
         # for the backward of its head the root keeps the last norm's input, result and statistics
-        norm = _on_rank(_norm_reads("input", spec), spec) + _STATISTIC * (2 if shape.norm_bias else 1) / cut
+        statistics = _STATISTIC * (2 if shape.norm_bias else 1)
+        norm = _on_rank(_norm_reads("input", spec), spec) + statistics / cut
         self.last_norm = (shape.width * spec.param_bytes + norm) * spec.tokens
         self.stream = shape.width * spec.stream_bytes / cut * spec.tokens  # between two blocks
         self.loss = LossBytes.of(spec)
 
     def saved(self, block: int, share: float) -> float:
-        """What the blocks before `block` have saved, and a share of what it saves itself; with the batch."""
-        again = min(block, self._recomputed)
-        before = again * self._kept + (block - again) * self._computed
-        return self.batch + before + share * (self._kept if block < self._recomputed else self._computed)
+        """Return what the blocks before `block` have saved, and a share of what it saves itself; with the batch."""
+        checkpointed = min(block, self._recomputed)
+        before = checkpointed * self._kept + (block - checkpointed) * self._computed
+        own = self._kept if block < self._recomputed else self._computed
+        return self.batch + before + share * own
 
     def inside(self, block: int) -> float:
-        """What its backward adds at its widest, also by running a forward again."""
-        again = max(0.0, self._computed - self._kept) if block < self._recomputed else 0.0
-        return self._backward + again
+        """Return what its backward adds at its widest, also by running a forward again."""
+        if block >= self._recomputed:
+            return self._backward
+        return self._backward + max(0.0, self._computed - self._kept)
 
 
 def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:
+    """Bytes a token of these tensors, of which tensor parallelism cuts those that are not whole."""
     cut = spec.tensor_parallel
-    return sum(each.channels * each.itemsize / (1 if each.whole else cut) for each in tensors)
+    return sum(saved.channels * saved.itemsize / (1 if saved.whole else cut) for saved in tensors)

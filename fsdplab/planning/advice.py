@@ -38,11 +38,18 @@ def hybrid_sentence(spec: PlanSpec) -> str:
         return ""
     full_s, hybrid_s = step_time(full).step_s, step_time(hybrid).step_s
     pays = hybrid_s < ALIKE * full_s
-    verdict = "pays" if pays else "does not pay"
-    if not fits_card(hybrid):
-        verdict = "would pay, but does not fit a card" if pays else "does not pay, nor does it fit a card"
+    verdict = _VERDICTS[pays, fits_card(hybrid)]
     steps = f"a step takes {seconds(hybrid_s)}, {seconds(full_s)} under full_shard"
     return f"hybrid_shard in groups of {ranks_a_node} {verdict}: {steps}"
+
+
+# whether it pays and whether it fits -> what is said of hybrid sharding
+_VERDICTS = {
+    (True, True): "pays",
+    (True, False): "would pay, but does not fit a card",
+    (False, True): "does not pay",
+    (False, False): "does not pay, nor does it fit a card",
+}
 
 
 def hiding_sentence(spec: PlanSpec) -> str:

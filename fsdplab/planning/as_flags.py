@@ -18,8 +18,12 @@ _BOOLEANS = {"compile": "--compile blocks", "offload": "--offload cpu", "flash":
 def in_short(spec: PlanSpec) -> str:
     """Return `full_shard, checkpoint full, fused loss, 2 x 4 sequences, tp 2`."""
     groups = f" in groups of {spec.shards}" if spec.row.in_groups else ""
-    words = [f"{spec.strategy}{groups}", f"checkpoint {spec.checkpointing}", f"{spec.loss} loss"]
-    words.append(f"{spec.micro_batch} x {spec.grad_accum} sequences")
+    words = [
+        f"{spec.strategy}{groups}",
+        f"checkpoint {spec.checkpointing}",
+        f"{spec.loss} loss",
+        f"{spec.micro_batch} x {spec.grad_accum} sequences",
+    ]
     degrees = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
     for name, axis in degrees.items():
         count = getattr(spec, f"{axis}_parallel")

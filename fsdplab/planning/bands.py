@@ -34,7 +34,7 @@ class Band(NamedTuple):
     kind: str
 
     def around(self, value: float) -> tuple[float, float]:
-        """The range for a predicted value."""
+        """Return the range for a predicted value."""
         return self.low * value, self.high * value
 
     @property
@@ -56,7 +56,7 @@ class Band(NamedTuple):
 
 
 def kind_of(spec: PlanSpec) -> str:
-    """What runs a plan is compared with."""
+    """Name the kind of runs that a plan is compared with."""
     if spec.lora_rank:
         return ADAPTERS
     if spec.model.mixture:
@@ -67,8 +67,9 @@ def kind_of(spec: PlanSpec) -> str:
 
 
 def speed_kind_of(spec: PlanSpec) -> str:
-    """The same for tokens/s, which copies from host memory change; offloaded runs that train all parameters have no
-    published speed.
+    """Name the kind of runs whose tokens/s a plan is compared with; copies from host memory change these.
+
+    Offloaded runs that train all parameters have no published speed.
     """
     kind = kind_of(spec)
     return ADAPTERS_OFFLOADED if kind == ADAPTERS and spec.offload else kind
@@ -77,20 +78,26 @@ def speed_kind_of(spec: PlanSpec) -> str:
 # from, to, and how many runs: `Validation.bands`
 _MEMORY = {ADAPTERS: (0.94, 1.3, 28), CUT: (1.02, 1.08, 35), PLAIN: (0.9, 1.22, 37)}
 _SPEED = {
-    ADAPTERS: (0.85, 1.17, 22), ADAPTERS_OFFLOADED: (1.07, 1.63, 6), CUT: (0.74, 1.25, 52), EIGHT_BIT: (0.86, 1.31, 8),
-    EXPERTS: (0.43, 0.76, 2), PLAIN: (0.93, 1.16, 51),
-}  # fmt: skip
+    ADAPTERS: (0.85, 1.17, 22),
+    ADAPTERS_OFFLOADED: (1.07, 1.63, 6),
+    CUT: (0.74, 1.25, 52),
+    EIGHT_BIT: (0.86, 1.31, 8),
+    EXPERTS: (0.43, 0.76, 2),
+    PLAIN: (0.93, 1.16, 51),
+}
 
 
 def memory_band(spec: PlanSpec) -> Band:
-    """Of a plan's peak."""
-    kind = PLAIN if (kind := kind_of(spec)) in (EIGHT_BIT, EXPERTS) else kind  # no memory of experts was published
+    """Return the band of a plan's peak."""
+    kind = kind_of(spec)
+    if kind in (EIGHT_BIT, EXPERTS):  # no memory of experts was published, and 8-bit products keep the same
+        kind = PLAIN
     low, high, runs = _MEMORY[kind]
     return Band(low, high, MEMORY_SHARE, runs, kind)
 
 
 def speed_band(spec: PlanSpec) -> Band:
-    """Of a plan's tokens/s."""
+    """Return the band of a plan's tokens/s."""
     kind = speed_kind_of(spec)
     low, high, runs = _SPEED[kind]
     return Band(low, high, SPEED_SHARE, runs, kind)

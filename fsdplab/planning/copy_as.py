@@ -30,12 +30,16 @@ class Sharded:
     @property
     def kind(self) -> str:
         """The classes as `isinstance` takes them."""
-        return self.units[0] if len(self.units) == 1 else f"({', '.join(self.units)})"
+        if len(self.units) == 1:
+            return self.units[0]
+        return f"({', '.join(self.units)})"
 
     @property
     def replicas(self) -> int:
         """Groups that hold the same shards."""
-        return self.ranks // self.shard_size if STRATEGY_ROWS[self.strategy].in_groups and self.shard_size else 1
+        if not STRATEGY_ROWS[self.strategy].in_groups or not self.shard_size:
+            return 1
+        return self.ranks // self.shard_size
 
 
 # the classes of blocks: those of this package's presets, and transformers' of published models
@@ -43,15 +47,23 @@ BLOCKS = {True: ("LlamaBlock", "LlamaDecoderLayer"), False: ("GPTBlock", "GPT2Bl
 
 
 def of_plan(spec: PlanSpec) -> Sharded:
-    """What of a plan the code depends on."""
+    """Return what of a plan the code depends on."""
+    _, published_class = BLOCKS[spec.model.gated]
     return Sharded(
-        spec.strategy, spec.gpus, (BLOCKS[spec.model.gated][1],), spec.shard_size or spec.gpus_per_node,
-        spec.param_dtype, spec.checkpointing, spec.prefetch, spec.optimizer, offload=spec.offload,
-    )  # fmt: skip
+        spec.strategy,
+        ranks=spec.gpus,
+        units=(published_class,),
+        shard_size=spec.shard_size or spec.gpus_per_node,
+        precision=spec.param_dtype,
+        checkpoint=spec.checkpointing,
+        prefetch=spec.prefetch,
+        optimizer=spec.optimizer,
+        offload=spec.offload,
+    )
 
 
 def pytorch(what: Sharded) -> str:
-    """Lines that shard `model` and make its optimizer, for a program that has initialised its process group.
+    """Write the lines that shard `model` and make its optimizer, for a program that has initialised its process group.
 
     >>> print(pytorch(Sharded("no_shard", 2)))
     import torch
@@ -60,10 +72,14 @@ def pytorch(what: Sharded) -> str:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     """
-    replicated = "gradients" not in STRATEGY_ROWS[what.strategy].cuts
-    lines = ["import torch", *_recompute(what), *(_replicated(what) if replicated else _fully_sharded(what))]
+    lines = ["import torch", *_recompute(what)]
+    if "gradients" in STRATEGY_ROWS[what.strategy].cuts:
+        lines += _fully_sharded(what)
+    else:
+        lines += _replicated(what)
     imports = [line for line in lines if line.startswith(("import ", "from "))]
-    return "\n".join([*imports, "", *(line for line in lines if line not in imports)])
+    statements = [line for line in lines if line not in imports]
+    return "\n".join([*imports, "", *statements])
 
 
 def _replicated(what: Sharded) -> Iterator[str]:
@@ -73,11 +89,11 @@ def _replicated(what: Sharded) -> Iterator[str]:
     if STRATEGY_ROWS[what.strategy].cuts:  # the optimizer's state alone
         yield "from torch.distributed.optim import ZeroRedundancyOptimizer"
         yield "optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True)"
-    else:
-        of_a_unit = f"module for module in model.modules() if isinstance(module, {what.kind})"
-        yield from _optimizer(
-            what, f"*({of_a_unit})" if what.units else "model", ", replicas=torch.distributed.group.WORLD"
-        )
+        return
+    holders = "model"
+    if what.units:
+        holders = f"*(module for module in model.modules() if isinstance(module, {what.kind}))"
+    yield from _optimizer(what, holders, ", replicas=torch.distributed.group.WORLD")
 
 
 def _fully_sharded(what: Sharded) -> Iterator[str]:
@@ -89,8 +105,8 @@ def _fully_sharded(what: Sharded) -> Iterator[str]:
         shape, axes = f"({what.replicas}, {what.shard_size})", '("replicate", "shard")'
     yield f'mesh = init_device_mesh("{what.device}", {shape}, mesh_dim_names={axes})'
     settings = f"mesh=mesh, reshard_after_forward={STRATEGY_ROWS[what.strategy].reshards_after_forward}"
-    policies = ["CPUOffloadPolicy"] * what.offload + ["MixedPrecisionPolicy"] * (what.precision == "bf16")
-    yield f"from torch.distributed.fsdp import {', '.join([*policies, 'fully_shard'])}"
+    imported = {"CPUOffloadPolicy": what.offload, "MixedPrecisionPolicy": what.precision == "bf16", "fully_shard": True}
+    yield f"from torch.distributed.fsdp import {', '.join(name for name, is_used in imported.items() if is_used)}"
     if what.precision == "bf16":
         yield "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         settings += ", mp_policy=policy"
@@ -109,16 +125,14 @@ def _fully_sharded(what: Sharded) -> Iterator[str]:
     yield from _optimizer(what, "*units" if what.units else "model")
 
 
-def _recompute(what: Sharded) -> list[str]:
+def _recompute(what: Sharded) -> Iterator[str]:
     """Blocks are wrapped before they are sharded: a unit is a wrapped block."""
     if what.checkpoint == "none" or not what.units:
-        return []
-    said = ["# each unit is recomputed whole: the lab's selective keeps every second product"]
-    return [
-        f"from {_RECOMPUTE} import CheckpointWrapper, apply_activation_checkpointing",
-        *said * (what.checkpoint == "selective"),
-        f"apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, {what.kind}))",
-    ]
+        return
+    yield f"from {_RECOMPUTE} import CheckpointWrapper, apply_activation_checkpointing"
+    if what.checkpoint == "selective":
+        yield "# each unit is recomputed whole: the lab's selective keeps every second product"
+    yield f"apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, {what.kind}))"
 
 
 def _optimizer(what: Sharded, holders: str, replicas: str = "") -> list[str]:
@@ -135,23 +149,24 @@ def _optimizer(what: Sharded, holders: str, replicas: str = "") -> list[str]:
 
 
 def accelerate_yaml(what: Sharded) -> str:
-    """The file for `accelerate launch --config_file`: FSDP2 where it does the strategy, else DDP or DeepSpeed.
+    """Write the file for `accelerate launch --config_file`: FSDP2 where it does the strategy, else DDP or DeepSpeed.
 
     >>> print(accelerate_yaml(Sharded("zero1", 2)).splitlines()[3])
       zero_stage: 1
     """
-    low = "bf16" if what.precision == "bf16" else "'no'"
+    mixed = "bf16" if what.precision == "bf16" else "'no'"
     lines = ["compute_environment: LOCAL_MACHINE"]
     row = STRATEGY_ROWS[what.strategy]
     if not row.cuts:
-        lines += ["distributed_type: MULTI_CPU" if what.device == "cpu" else "distributed_type: MULTI_GPU"]
+        kind = "MULTI_CPU" if what.device == "cpu" else "MULTI_GPU"
+        lines.append(f"distributed_type: {kind}")
     elif "parameters" in row.cuts:
         lines += ["distributed_type: FSDP", *_fsdp_config(what)]
     else:  # less than FSDP2 shards
         lines += ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  zero_stage: {row.deepspeed_stage}"]
     if what.device == "cpu":
         lines.append("use_cpu: true")
-    lines += [f"mixed_precision: {low}", "num_machines: 1", f"num_processes: {what.ranks}"]
+    lines += [f"mixed_precision: {mixed}", "num_machines: 1", f"num_processes: {what.ranks}"]
     return "\n".join(lines)
 
 
@@ -166,7 +181,8 @@ def _fsdp_config(what: Sharded) -> list[str]:
     else:
         lines.append("  fsdp_auto_wrap_policy: NO_WRAP")
     lines.append(f"  fsdp_activation_checkpointing: {str(what.checkpoint != 'none').lower()}")
-    lines += ["  fsdp_offload_params: true"] * what.offload
+    if what.offload:
+        lines.append("  fsdp_offload_params: true")
     if what.replicas > 1:
         lines += [
             "parallelism_config:",

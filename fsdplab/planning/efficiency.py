@@ -53,12 +53,12 @@ class Efficiency:
     origin: str
 
     def of(self, flops: float) -> str:
-        """In a table: `0.741 of 989 TFLOP/s: fitted on 70 published runs`."""
+        """Say it in a table: `0.741 of 989 TFLOP/s: fitted on 70 published runs`."""
         return f"{self.part:.3g} of {flops / 1e12:,.4g} TFLOP/s: {self.origin}"
 
 
 def efficiency_of(gpu: Gpu) -> Efficiency:
-    """Fitted, carried over or assumed: the H200 has the H100's die and rate, and so its efficiency.
+    """Return the fitted efficiency, one carried over, or an assumption: the H200 has the H100's die and rate.
 
     >>> efficiency_of(GPUS["H200 SXM 141GB"]).part == MATMUL_EFFICIENCY["H100 SXM 80GB"]
     True
@@ -69,17 +69,20 @@ def efficiency_of(gpu: Gpu) -> Efficiency:
     for like in fitted:
         if gpu.die and (gpu.die, gpu.bf16_flops) == (like.die, like.bf16_flops):
             return Efficiency(MATMUL_EFFICIENCY[like.name], f"carried over from {like.name}, the same die {gpu.die}")
-    if (mine := _products_alone(gpu)) is None:
+    here = _products_alone(gpu)
+    if here is None:
         return Efficiency(ASSUMED, "assumed: no published run on it was fitted")
-    near = min(filter(_products_alone, fitted), key=lambda like: abs(math.log(_flops(like) / _flops(gpu))))
-    theirs = _products_alone(near) or 1.0
-    words = f"large products alone were measured at {mine:.0%}, there at {theirs:.0%}"
-    return Efficiency(MATMUL_EFFICIENCY[near.name] * mine / theirs, f"carried over from {near.name}; {words}")
+    measured = [like for like in fitted if _products_alone(like)]
+    nearest = min(measured, key=lambda like: abs(math.log(_flops(like) / _flops(gpu))))
+    there = _products_alone(nearest) or 1.0
+    words = f"large products alone were measured at {here:.0%}, there at {there:.0%}"
+    return Efficiency(MATMUL_EFFICIENCY[nearest.name] * here / there, f"carried over from {nearest.name}; {words}")
 
 
 def attention_of(gpu: Gpu, reached: float, first_version: bool = False) -> tuple[float, float]:
-    """The parts of the data sheet's FLOP/s that flash attention's forward and backward reach where products reach
-    `reached`: never more than these, and less on a card whose power limit slows down its products.
+    """Return the parts of the data sheet's FLOP/s that flash attention's forward and backward reach.
+
+    Products reach `reached`: attention never reaches more, and less on a card whose power limit slows them down.
 
     >>> attention_of(GPUS["H100 SXM 80GB"], 0.741)
     (0.37, 0.32)
@@ -93,7 +96,9 @@ def attention_of(gpu: Gpu, reached: float, first_version: bool = False) -> tuple
 
 def _products_alone(gpu: Gpu) -> float | None:
     """The part that large products alone were measured to reach; None where nobody did."""
-    return gpu.product_flops / gpu.bf16_flops if gpu.product_flops and gpu.bf16_flops else None
+    if not gpu.product_flops or not gpu.bf16_flops:
+        return None
+    return gpu.product_flops / gpu.bf16_flops
 
 
 def _flops(gpu: Gpu) -> float:

@@ -43,7 +43,7 @@ class Elsewhere:
         return self.host_memory_bytes is None or self.host_bytes <= self.host_memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return asdict(self) | {"fits_host": self.fits_host}
 
 
@@ -52,6 +52,7 @@ def elsewhere(spec: PlanSpec) -> Elsewhere:
     nodes = max(1, spec.gpus // spec.gpus_per_node)
     known, host = host_memory_of(spec), node_host_bytes(spec)
     saved = checkpoint_bytes(spec)
+    a_node = saved / nodes
     rate = float(spec.storage or ASSUMED_STORAGE)
     return Elsewhere(
         host_bytes=host,
@@ -60,8 +61,8 @@ def elsewhere(spec: PlanSpec) -> Elsewhere:
         drive_bytes=host,
         drive_bytes_per_step=_drive_bytes_per_step(spec),
         checkpoint_bytes=saved,
-        checkpoint_bytes_a_node=saved / nodes,
-        checkpoint_s=saved / nodes / rate,
+        checkpoint_bytes_a_node=a_node,
+        checkpoint_s=a_node / rate,
         storage_bytes_per_s=rate,
         storage_assumed=spec.storage is None,
     )
@@ -78,14 +79,24 @@ def checkpoint_bytes(spec: PlanSpec) -> float:
     """
     sharded = strategies_that(lambda row: row.saves_most)[0]
     alone = changed(
-        spec, gpus=1, strategy=sharded, shard_size=None, tensor_parallel=1, context_parallel=1, pipeline_parallel=1,
-        expert_parallel=1, schedule="1f1b", virtual_stages=1, nics=None, network=None,
-    )  # fmt: skip
+        spec,
+        gpus=1,
+        strategy=sharded,
+        shard_size=None,
+        tensor_parallel=1,
+        context_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=1,
+        schedule="1f1b",
+        virtual_stages=1,
+        nics=None,
+        network=None,
+    )
     assert alone is not None, "one GPU without any parallelism contradicts nothing"
     state = all_units(alone).optimizer_state
     if not spec.lora_rank:
         return spec.model.parameters * spec.rest_bytes + state
-    trained = spec.model.layers * sum(each.count for each in adapters(spec.model.block, spec.lora_rank))
+    trained = spec.model.layers * sum(factor.count for factor in adapters(spec.model.block, spec.lora_rank))
     return trained * spec.rest_bytes + state
 
 
@@ -95,29 +106,29 @@ def _drive_bytes_per_step(spec: PlanSpec) -> float:
     """
     if not spec.offload:
         return 0.0
-    every = all_units(spec)
-    stepped = 2 * every.optimizer_state + 3 * every.sharded_gradients
+    states = all_units(spec)
+    stepped = 2 * states.optimizer_state + 3 * states.sharded_gradients
     return (host_crossing(spec) + stepped) * min(spec.gpus, spec.gpus_per_node)
 
 
-def sentences(found: Elsewhere) -> Iterator[tuple[str, str]]:
+def sentences(needed: Elsewhere) -> Iterator[tuple[str, str]]:
     """Yield a name and what is needed, in words."""
-    if found.host_bytes:
-        yield HOST, _host_sentence(found)
+    if needed.host_bytes:
+        yield HOST, _host_sentence(needed)
         yield "host cores", f"the optimizer is timed as on {OPTIMIZER_CORES} cores a node"
-        files = f"{size(found.drive_bytes)} a node, {size(found.drive_bytes_per_step)} read or written a step"
+        files = f"{size(needed.drive_bytes)} a node, {size(needed.drive_bytes_per_step)} read or written a step"
         yield "the same states in files", f"{files}; fsdplab plans no step with them"
-    assumed = ", assumed; --storage names another" if found.storage_assumed else ""
-    rate = f"{size(found.storage_bytes_per_s)}/s a node{assumed}"
-    written = f"{size(found.checkpoint_bytes)} in all, {size(found.checkpoint_bytes_a_node)} a node"
-    yield "a checkpoint", f"{written}: {seconds(found.checkpoint_s)} at {rate}"
+    assumed = ", assumed; --storage names another" if needed.storage_assumed else ""
+    rate = f"{size(needed.storage_bytes_per_s)}/s a node{assumed}"
+    written = f"{size(needed.checkpoint_bytes)} in all, {size(needed.checkpoint_bytes_a_node)} a node"
+    yield "a checkpoint", f"{written}: {seconds(needed.checkpoint_s)} at {rate}"
 
 
-def _host_sentence(found: Elsewhere) -> str:
-    needs = f"{size(found.host_bytes)} are needed"
-    if found.host_memory_bytes is None:
+def _host_sentence(needed: Elsewhere) -> str:
+    needs = f"{size(needed.host_bytes)} are needed"
+    if needed.host_memory_bytes is None:
         return f"{needs}; how much a node has is not known here: give --host-memory, such as 512GB"
-    has = f"{size(found.host_memory_bytes)} ({found.host_memory_of})"
-    if found.fits_host:
+    has = f"{size(needed.host_memory_bytes)} ({needed.host_memory_of})"
+    if needed.fits_host:
         return f"{needs} of {has}"
     return f"{needs}, which do not fit in {has}"

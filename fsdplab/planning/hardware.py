@@ -77,8 +77,10 @@ class Gpu:
     @property
     def peaks(self) -> dict[str, float]:
         """Dense operations a second by number format, as far as its data sheet says: {"bf16": 989e12, ...}."""
-        known = {format_: tflops * 1e12 for format_, tflops in _OTHER_FORMATS.get(self.name, {}).items()}
-        return known if self.bf16_flops is None else {"bf16": self.bf16_flops, **known}
+        peaks = {} if self.bf16_flops is None else {"bf16": self.bf16_flops}
+        for format_, tflops in _OTHER_FORMATS.get(self.name, {}).items():
+            peaks[format_] = tflops * 1e12
+        return peaks
 
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
@@ -88,15 +90,42 @@ _SHARED_PCIE = LinkSpec("pcie4 shared by two", PRESETS["pcie4"].bytes_per_s / 2,
 
 
 def _gpu(
-    name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str | LinkSpec, nic_gbit: float | None,
-    source: str, die: str = "", product_tflops: float | None = None, host_link: str | None = None, peers: bool = True,
-) -> Gpu:  # fmt: skip
-    """A row of the table, or a file, in the units of data sheets. What joins GPUs by PCIe joins them to their host."""
-    flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
+    name: str,
+    *,
+    memory_gib: float,
+    tflops: float | None,
+    hbm_tb: float,
+    link: str | LinkSpec,
+    nic_gbit: float | None,
+    source: str,
+    die: str = "",
+    product_tflops: float | None = None,
+    host_link: str | None = None,
+    peers: bool = True,
+) -> Gpu:
+    """Make a row of the table, or of a file, from the units of data sheets.
+
+    What joins GPUs by PCIe joins them to their host.
+    """
     joined = _LINKS[link] if isinstance(link, str) else link
-    host = parse_link(host_link) if host_link else joined if joined.name.startswith("pcie") else None
-    rates = flops, hbm_tb * 1e12, joined, nic
-    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12, host, peers)
+    host = None
+    if host_link:
+        host = parse_link(host_link)
+    elif joined.name.startswith("pcie"):
+        host = joined
+    return Gpu(
+        name,
+        memory_bytes=int(memory_gib * _GIB),
+        bf16_flops=tflops and tflops * 1e12,
+        hbm_bytes_per_s=hbm_tb * 1e12,
+        link=joined,
+        nic_bytes_per_s=nic_gbit and nic_gbit * 1e9 / 8,
+        source=source,
+        die=die,
+        product_flops=product_tflops and product_tflops * 1e12,
+        host_link=host,
+        peer_access=peers,
+    )
 
 
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
@@ -107,34 +136,145 @@ _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the v
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H100 SXM 80GB", 80, 989, 3.35, "nvlink4", 400,
-             "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide", "GH100", 794.5, "pcie5"),
-        _gpu("H100 SXM 96GB", 95.04, None, 2.4, "nvlink4", 400, "torchtitan's benchmarks; no public data sheet",
-             "GH100", None, "pcie5"),
-        _gpu("H200 SXM 141GB", 139, 989, 4.8, "nvlink4", 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100",
-             None, "pcie5"),
-        _gpu("A100 SXM 40GB", 40, 312, 1.555, "nvlink3", 50,
-             "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs", "GA100", None,
-             "pcie4"),
-        _gpu("A100 SXM 80GB", 80, 312, 2.0, "nvlink3", 200,
-             "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s", "GA100", 271.2,
-             "pcie4"),
-        _gpu("B200 SXM", 180, 2250, 8.0, "nvlink5", 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745,
-             "pcie5"),
-        _gpu("RTX 4090", 24, 165.2, 1.008, "pcie4", None,
-             "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)", peers=False),
-        _gpu("RTX 4090 shared", 24, 165.2, 1.008, _SHARED_PCIE, None,
-             "as RTX 4090, two on the uplink of one PCIe switch: half of its rate each", peers=False),
-        _gpu("RTX 3090", 24, 71, 0.936, "pcie4", None,
-             "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only", peers=False),
-        _gpu("L40S", 48, 362, 0.864, "pcie4", None, "nvidia.com/data-center/l40s (362 dense)"),
-        _gpu("A10G", 24, None, 0.6, "pcie4", None,
-             "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"),
-        _gpu("T4", 16, None, 0.32, "pcie3", None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
-        _gpu("MI300X", 191.98, 1307.4, 5.3, "xgmi", 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4,
-             "pcie5"),
+        _gpu(
+            "H100 SXM 80GB",
+            memory_gib=80,
+            tflops=989,
+            hbm_tb=3.35,
+            link="nvlink4",
+            nic_gbit=400,
+            source="nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide",
+            die="GH100",
+            product_tflops=794.5,
+            host_link="pcie5",
+        ),
+        _gpu(
+            "H100 SXM 96GB",
+            memory_gib=95.04,
+            tflops=None,
+            hbm_tb=2.4,
+            link="nvlink4",
+            nic_gbit=400,
+            source="torchtitan's benchmarks; no public data sheet",
+            die="GH100",
+            host_link="pcie5",
+        ),
+        _gpu(
+            "H200 SXM 141GB",
+            memory_gib=139,
+            tflops=989,
+            hbm_tb=4.8,
+            link="nvlink4",
+            nic_gbit=400,
+            source=f"nvidia.com/data-center/h200; {_QUOTED}",
+            die="GH100",
+            host_link="pcie5",
+        ),
+        _gpu(
+            "A100 SXM 40GB",
+            memory_gib=40,
+            tflops=312,
+            hbm_tb=1.555,
+            link="nvlink3",
+            nic_gbit=50,
+            source="NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs",
+            die="GA100",
+            host_link="pcie4",
+        ),
+        _gpu(
+            "A100 SXM 80GB",
+            memory_gib=80,
+            tflops=312,
+            hbm_tb=2.0,
+            link="nvlink3",
+            nic_gbit=200,
+            source="nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s",
+            die="GA100",
+            product_tflops=271.2,
+            host_link="pcie4",
+        ),
+        _gpu(
+            "B200 SXM",
+            memory_gib=180,
+            tflops=2250,
+            hbm_tb=8.0,
+            link="nvlink5",
+            nic_gbit=400,
+            source=f"NVIDIA DGX B200 data sheet; {_QUOTED}",
+            die="GB100",
+            product_tflops=1745,
+            host_link="pcie5",
+        ),
+        _gpu(
+            "RTX 4090",
+            memory_gib=24,
+            tflops=165.2,
+            hbm_tb=1.008,
+            link="pcie4",
+            nic_gbit=None,
+            source="NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)",
+            peers=False,
+        ),
+        _gpu(
+            "RTX 4090 shared",
+            memory_gib=24,
+            tflops=165.2,
+            hbm_tb=1.008,
+            link=_SHARED_PCIE,
+            nic_gbit=None,
+            source="as RTX 4090, two on the uplink of one PCIe switch: half of its rate each",
+            peers=False,
+        ),
+        _gpu(
+            "RTX 3090",
+            memory_gib=24,
+            tflops=71,
+            hbm_tb=0.936,
+            link="pcie4",
+            nic_gbit=None,
+            source="NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only",
+            peers=False,
+        ),
+        _gpu(
+            "L40S",
+            memory_gib=48,
+            tflops=362,
+            hbm_tb=0.864,
+            link="pcie4",
+            nic_gbit=None,
+            source="nvidia.com/data-center/l40s (362 dense)",
+        ),
+        _gpu(
+            "A10G",
+            memory_gib=24,
+            tflops=None,
+            hbm_tb=0.6,
+            link="pcie4",
+            nic_gbit=None,
+            source="AWS G5; sources for bf16 disagree (62.5 to 125): measure it",
+        ),
+        _gpu(
+            "T4",
+            memory_gib=16,
+            tflops=None,
+            hbm_tb=0.32,
+            link="pcie3",
+            nic_gbit=None,
+            source="NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16",
+        ),
+        _gpu(
+            "MI300X",
+            memory_gib=191.98,
+            tflops=1307.4,
+            hbm_tb=5.3,
+            link="xgmi",
+            nic_gbit=400,
+            source=f"amd.com/instinct/mi300x; {_QUOTED}",
+            product_tflops=668.4,
+            host_link="pcie5",
+        ),
     )
-}  # fmt: skip
+}
 # TFLOP/s of other number formats, dense, from the same data sheets and whitepapers; TF32 and fp8 of tensor cores, with
 # accumulation in fp32.
 _HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.5, "fp16": 989, "fp8": 1979}
@@ -153,13 +293,22 @@ _OTHER_FORMATS: dict[str, dict[str, float]] = {
 }
 # Usual short names, squeezed, and their rows.
 _SHORT = {
-    "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
+    "h100": "H100 SXM 80GB",
+    "h100sxm": "H100 SXM 80GB",
+    "h10080gb": "H100 SXM 80GB",
+    "h10096gb": "H100 SXM 96GB",
     "h200": "H200 SXM 141GB",
-    "h200sxm": "H200 SXM 141GB", "h200141gb": "H200 SXM 141GB", "a100": "A100 SXM 80GB", "a100sxm": "A100 SXM 80GB",
+    "h200sxm": "H200 SXM 141GB",
+    "h200141gb": "H200 SXM 141GB",
+    "a100": "A100 SXM 80GB",
+    "a100sxm": "A100 SXM 80GB",
     "a10080gb": "A100 SXM 80GB",
-    "a10040gb": "A100 SXM 40GB", "b200": "B200 SXM", "4090": "RTX 4090", "4090shared": "RTX 4090 shared",
+    "a10040gb": "A100 SXM 40GB",
+    "b200": "B200 SXM",
+    "4090": "RTX 4090",
+    "4090shared": "RTX 4090 shared",
     "3090": "RTX 3090",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -173,8 +322,9 @@ class Cluster:
     @property
     def name(self) -> str:
         """`8xH100 SXM 80GB`, or `8x8xH100 SXM 80GB` for eight nodes."""
-        gpus = f"{self.gpus}" if self.nodes == 1 else f"{self.nodes}x{self.gpus_per_node}"
-        return f"{gpus}x{self.gpu.name}"
+        if self.nodes == 1:
+            return f"{self.gpus}x{self.gpu.name}"
+        return f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
 
     @property
     def nodes(self) -> int:
@@ -198,23 +348,25 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The row of the table that `name` means, by its name or a short form of it; raises HardwareError with near
+    """Return the row of the table that `name` means, by its name or a short form of it; raises HardwareError with near
     matches.
 
     >>> find_gpu("a100-40gb").memory_bytes == 40 * 2**30
     True
     """
-    known = {**{_squeezed(full): full for full in GPUS}, **_SHORT}
+    known = {_squeezed(full): full for full in GPUS} | _SHORT
     full = known.get(_squeezed(name))
-    if full is None:
-        found = dict.fromkeys(known[each] for each in near(name, known, 3))
-        meant = f" (did you mean {' or '.join(found)}?)" if found else ""
-        raise HardwareError(f"unknown GPU {name.strip()!r}{meant}; expected one of {', '.join(GPUS)}")
-    return GPUS[full]
+    if full is not None:
+        return GPUS[full]
+    meant = ""
+    matches = dict.fromkeys(known[short] for short in near(name, known, 3))
+    if matches:
+        meant = f" (did you mean {' or '.join(matches)}?)"
+    raise HardwareError(f"unknown GPU {name.strip()!r}{meant}; expected one of {', '.join(GPUS)}")
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """The row of the table for the name that CUDA gives a device; None where the table has no certain answer.
+    """Return the row of the table for the name that CUDA gives a device; None where it has no certain answer.
 
     >>> gpu_of("NVIDIA H200").name, gpu_of("NVIDIA H100 PCIe")
     ('H200 SXM 141GB', None)
@@ -232,27 +384,26 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `text` names: GPUs x kind, or nodes x GPUs of a node x kind; raises HardwareError.
+    """Return the cluster that `text` names: GPUs x kind, or nodes x GPUs of a node x kind; raises HardwareError.
 
     More than eight GPUs without nodes are nodes of eight.
 
     >>> parse_cluster("64xH100").nodes, parse_cluster("4xRTX 4090").gpus_per_node
     (8, 4)
     """
-    match = (
-        re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(?:(\d+)\s*[x*×]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
-        if isinstance(text, str)
-        else None
-    )
+    match = _CLUSTER.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise HardwareError(
             f"a cluster is {text!r}; expected a number of GPUs and their name, such as 8xH100, 64xH100 or 2x8xA100-80GB"
         )
-    gpu, first, second = find_gpu(match[3]), int(match[1]), int(match[2]) if match[2] else None
-    gpus = first * (second or 1) if second is None or second else 0
+    gpu = find_gpu(match[3])
+    gpus = int(match[1])
+    per_node = min(gpus, _NODE)
+    if match[2]:  # the first number was that of nodes
+        per_node = int(match[2])
+        gpus *= per_node
     if not gpus:
         raise HardwareError(f"the cluster {text!r} has no GPUs; expected at least 1, such as 8xH100")
-    per_node = second or min(gpus, _NODE)
     if gpus % per_node:
         raise HardwareError(
             f"{gpus} GPUs do not fill nodes of {_NODE}; give a multiple of {_NODE}, or name the nodes: 2x4x{gpu.name}"
@@ -260,6 +411,10 @@ def parse_cluster(text: str) -> Cluster:
     if gpus > per_node and gpu.nic_bytes_per_s is None:
         raise HardwareError(f"no network between nodes is known for {gpu.name}; give one node: {per_node}x{gpu.name}")
     return Cluster(gpu, gpus, per_node)
+
+
+# a number of GPUs, or of nodes and of GPUs of a node, and the name of a kind
+_CLUSTER = re.compile(r"\s*(\d+)\s*[x*×]\s*(?:(\d+)\s*[x*×]\s*)?(\S.*?)\s*", re.IGNORECASE)
 
 
 def _squeezed(name: str) -> str:
@@ -275,7 +430,7 @@ _LARGEST_FILE = 10**5
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that a file describes whose name ends in `.json`, or else the one of the table; raises HardwareError."""
+    """Return the GPU that a file describes whose name ends in `.json`, or else that of the table; HardwareError."""
     return _read(Path(name)) if name.endswith(".json") else find_gpu(name)
 
 
@@ -287,21 +442,35 @@ def _read(path: Path) -> Gpu:
     except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path} is no JSON ({str(error)[:60]}); expected a GPU's figures") from None
     keys = set(row) if isinstance(row, dict) else set()
-    wrong = [*(key for key in _NEEDED if key not in keys), *sorted(map(str, keys - set(_KNOWN)))]
-    if wrong:
-        raise HardwareError(f"{path}: missing or unknown: {', '.join(wrong)[:80]}; expected {', '.join(_KNOWN)}")
+    missing = [key for key in _NEEDED if key not in keys]
+    unknown = sorted(map(str, keys - set(_KNOWN)))
+    if missing or unknown:
+        wrong = ", ".join([*missing, *unknown])[:80]
+        raise HardwareError(f"{path}: missing or unknown: {wrong}; expected {', '.join(_KNOWN)}")
     try:
-        link, host = parse_link(row["link"]), row.get("host_link")
-        host = None if host is None else parse_link(host).name
+        link = parse_link(row["link"])
+        host = parse_link(row["host_link"]).name if row.get("host_link") is not None else None
     except LinkError as error:
         raise HardwareError(f"{path}: {error}") from None
-    numbers = ("memory_gib", "hbm_tb_per_s", "bf16_tflops", "nic_gbit", "measured_bf16_tflops")
-    memory, hbm, tflops, nic, measured = (_number(path, row, key) for key in numbers)
+    memory_gib, hbm_tb = _number(path, row, "memory_gib"), _number(path, row, "hbm_tb_per_s")
+    tflops, nic_gbit = _number(path, row, "bf16_tflops"), _number(path, row, "nic_gbit")
+    product_tflops = _number(path, row, "measured_bf16_tflops")
     peers = row.get("peer_access", True)
     if not isinstance(peers, bool):
         raise HardwareError(f"{path}: peer_access is {str(peers)[:30]!r}; expected true or false")
-    about = str(path), str(row.get("die", "")), measured, host, peers
-    return _gpu(str(row["name"])[:40], memory or 0.0, tflops, hbm or 0.0, link, nic, *about)
+    return _gpu(
+        str(row["name"])[:40],
+        memory_gib=memory_gib or 0.0,
+        tflops=tflops,
+        hbm_tb=hbm_tb or 0.0,
+        link=link,
+        nic_gbit=nic_gbit,
+        source=str(path),
+        die=str(row.get("die", "")),
+        product_tflops=product_tflops,
+        host_link=host,
+        peers=peers,
+    )
 
 
 def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
@@ -369,25 +538,25 @@ class Fabric:
 
     @classmethod
     def of(cls, gpu: Gpu, name: str | None, nics: int | None, oversubscription: float, per_node: int) -> Fabric | None:
-        """The named network, or what the table has for the GPU; None where neither is known.
+        """Make the named network, or what the table has for the GPU; None where neither is known.
 
         `nics`: cards of a node, one a GPU by default; `oversubscription`: bytes that its leaf switch takes in over
         those that it passes on.
         """
         slower = f", {oversubscription:g}:1 oversubscribed" if oversubscription > 1 else ""
-        if name is None:
-            if gpu.nic_bytes_per_s is None:
-                return None
-            rate = gpu.nic_bytes_per_s / oversubscription
-            words = f"{_gbit(gpu.nic_bytes_per_s)} a GPU, typical of {gpu.name}, is assumed{slower}"
-            return cls("network", rate, NETWORK_S, _INFINIBAND, words, True)
-        row, cards = parse_network(name), nics or per_node
-        rate = row.bytes_per_s * cards / per_node / oversubscription
-        words = f"{row.name}, {cards} x {_gbit(row.bytes_per_s)} a node of {per_node} GPUs{slower}"
-        return cls(row.name, rate, row.latency_s, row.efficiency, words)
+        if name is not None:
+            row, cards = parse_network(name), nics or per_node
+            rate = row.bytes_per_s * cards / per_node / oversubscription
+            words = f"{row.name}, {cards} x {_gbit(row.bytes_per_s)} a node of {per_node} GPUs{slower}"
+            return cls(row.name, rate, row.latency_s, row.efficiency, words)
+        if gpu.nic_bytes_per_s is None:
+            return None
+        rate = gpu.nic_bytes_per_s / oversubscription
+        words = f"{_gbit(gpu.nic_bytes_per_s)} a GPU, typical of {gpu.name}, is assumed{slower}"
+        return cls("network", rate, NETWORK_S, _INFINIBAND, words, assumed=True)
 
     def part(self, nodes: float) -> float:
-        """The part of the data sheet's rate that collectives of rings over so many nodes reach.
+        """Return the part of the data sheet's rate that collectives of rings over so many nodes reach.
 
         >>> [round(Fabric("ib400", 50e9, 0.0, 0.94, "").part(nodes), 2) for nodes in (1, 4, 64)]
         [0.94, 0.85, 0.55]
@@ -396,20 +565,22 @@ class Fabric:
         return self.efficiency / (1 + SPREAD * (math.sqrt(known) - 1))
 
     def ring(self, gpu: Gpu, members: int, nodes: float, inside_part: float) -> LinkSpec:
-        """The link of a ring over nodes with so many members in each, at what collectives reach of it.
+        """Return the link of a ring over nodes with so many members in each, at what collectives reach of it.
 
         The ring enters a node once, and the network cards of all its members there carry their part of its bytes (NCCL
         runs one ring a card): 8 GPUs with 50 GB/s each give a rank 400 GB/s, not 50, and at most what their own link
         reaches. Latency is the mean over the ring's hops, of which one in `members` leaves its node: (7 x 3.4 + 14) / 8
         = 4.7 us.
         """
-        joined, inside = members * self.bytes_per_s * self.part(nodes), inside_part * gpu.link.bytes_per_s
+        rate = members * self.bytes_per_s * self.part(nodes)
+        if members > 1:
+            rate = min(rate, inside_part * gpu.link.bytes_per_s)
         latency_s = ((members - 1) * gpu.link.latency_s + self.latency_s) / members
-        return LinkSpec("network", joined if members == 1 else min(joined, inside), latency_s)
+        return LinkSpec("network", rate, latency_s)
 
 
 def sheet_rate(reached: float, nodes: float) -> float:
-    """The rate of an assumed network's data sheet of which rings over so many nodes reach `reached`.
+    """Return the rate of an assumed network's data sheet of which rings over so many nodes reach `reached`.
 
     >>> round(sheet_rate(47e9, 1) / 1e9, 3)
     50.0
@@ -418,7 +589,7 @@ def sheet_rate(reached: float, nodes: float) -> float:
 
 
 def parse_network(text: str) -> Network:
-    """The network that `text` names: a row of the table, or a card's rate such as 100gbit; raises LinkError.
+    """Return the network that `text` names: a row of the table, or a card's rate such as 100gbit; raises LinkError.
 
     >>> parse_network("ib400").bytes_per_s, parse_network("NDR").name
     (50000000000.0, 'ib400')

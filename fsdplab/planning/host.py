@@ -70,44 +70,53 @@ def holds_offloaded(spec: PlanSpec) -> bool:
 
 
 def host_link(spec: PlanSpec) -> LinkSpec:
-    """The link of a GPU to its host; PCIe 4 is assumed where its row says nothing."""
+    """Return the link of a GPU to its host; PCIe 4 is assumed where its row says nothing."""
     return spec.gpu.host_link or HOST_LINK
 
 
 def copies(spec: PlanSpec, shard_bytes: float, gradient_bytes: float) -> dict[str, Transfer]:
-    """The copies of a unit with a shard and reduced gradients of so many bytes. GPUs without a link of their own send
-    collectives over the same PCIe, one after the other.
+    """Return the copies of a unit with a shard and reduced gradients of so many bytes.
+
+    GPUs without a link of their own send collectives over the same PCIe, one after the other.
     """
-    sizes = {TO_DEVICE: shard_bytes, TO_HOST: gradient_bytes}
-    rate, shared = host_link(spec).bytes_per_s, spec.gpu.link.name.startswith("pcie")
-    return {
-        kind: Transfer(kind, nbytes, rate, axis=kind, link="node" if shared else kind) for kind, nbytes in sizes.items()
-    }
+    rate = host_link(spec).bytes_per_s
+    is_shared = spec.gpu.link.name.startswith("pcie")
+    transfers = {}
+    for kind, nbytes in ((TO_DEVICE, shard_bytes), (TO_HOST, gradient_bytes)):
+        link = "node" if is_shared else kind
+        transfers[kind] = Transfer(kind, nbytes, rate, axis=kind, link=link)
+    return transfers
 
 
 def copied_bytes(spec: PlanSpec, unit: str) -> tuple[float, float]:
-    """Bytes of a block's or the root's shard at rest, and of its reduced gradients."""
+    """Return the bytes of a block's or the root's shard at rest, and of its reduced gradients."""
     parameters = spec.model.root if unit == "root" else spec.model.block
     held = unit_bytes(parameters, spec, adapted=unit != "root")
     return held.sharded_parameters, held.sharded_gradients
 
 
 def host_crossing(spec: PlanSpec) -> float:
-    """Bytes of a rank over the host's link in a step: the shard for every gather, and the gradients back; 0 without
-    offload.
+    """Return the bytes of a rank over the host's link in a step: the shard for every gather, and the gradients back; 0
+    without offload.
     """
     if not spec.offload:
         return 0.0
     crossing = 0.0
     for unit, alike in (("block", spec.model.layers), ("root", 1)):
         gathers, reductions = counts(spec.row, spec.grad_accum, unit == "root")
-        gathers = min(gathers, spec.grad_accum) if spec.sharing.fewer else gathers
+        if spec.sharing.fewer:  # for its backward a unit is gathered from the device
+            gathers = min(gathers, spec.grad_accum)
+        if spec.sharing.no_sync:
+            reductions = 1
         shard, gradients = copied_bytes(spec, unit)
-        crossing += alike * (gathers * shard + (1 if spec.sharing.no_sync else reductions) * gradients)
+        crossing += alike * (gathers * shard + reductions * gradients)
     return crossing
 
 
 def host_optimizer_s(spec: PlanSpec, moved: float) -> float:
-    """Seconds of the CPU's optimizer step for a rank that moves so many bytes: the GPUs of a node share its CPUs."""
+    """Return the seconds of the CPU's optimizer step for a rank that moves so many bytes.
+
+    The GPUs of a node share its CPUs.
+    """
     rate = _UNFUSED if spec.optimizer == "adamw-foreach" else _FUSED
     return moved * min(spec.gpus, spec.gpus_per_node) / rate

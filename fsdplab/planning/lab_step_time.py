@@ -54,31 +54,34 @@ class Rates:
 
     @classmethod
     def of(cls, values: object) -> Rates:
-        """From plain values, as a file or a rank has them; ValueError where they are wrong."""
-        found = read(cls, plain(values), "rates")
-        speeds = [rate for rows in found.products.values() for row in rows for rate in (row.forward, row.backward)]
+        """Make rates from plain values, as a file or a rank has them; ValueError where they are wrong."""
+        rates = read(cls, plain(values), "rates")
+        speeds: list[float] = []
+        for rows in rates.products.values():
+            for row in rows:
+                speeds += (row.forward, row.backward)
         if not speeds or min(speeds) <= 0:
             raise ValueError("a rate of matrix products is no number above 0")
-        if missing := set(KINDS) - set(found.collectives):
+        if missing := set(KINDS) - set(rates.collectives):
             raise ValueError(f"there is no rate of {missing.pop()}")
-        return found
+        return rates
 
     @classmethod
     def mean_of(cls, ranks: Sequence[Rates]) -> Rates:
-        """The ranks' mean, figure by figure: the rank that is slowest in one is not the slowest in all.
+        """Take the ranks' mean, figure by figure: the rank that is slowest in one is not the slowest in all.
 
         FLOP/s by their seconds: 50 and 100 GFLOP/s are 66.7.
         """
-        return cls.of(_mean([plain(each) for each in ranks]))
+        return cls.of(_mean([plain(rates) for rates in ranks]))
 
 
 def _mean(values: Sequence[Any], name: str = "") -> Any:
     """Of alike tables and lists, entry by entry."""
     first = values[0]
     if isinstance(first, Mapping):
-        return {key: _mean([each[key] for each in values], key) for key in first}
+        return {key: _mean([table[key] for table in values], key) for key in first}
     if isinstance(first, list):
-        return [_mean(each) for each in zip(*values)]
+        return [_mean(entries) for entries in zip(*values)]
     if name in ("forward", "backward"):
         return harmonic_mean(values)
     return first if name == "tokens" else fmean(values)
@@ -102,21 +105,24 @@ class StepSeconds:
 def step_seconds(
     run: LabRun, traffic: Iterable[Traffic], units: Sequence[Sequence[Parameter]], rates: Rates
 ) -> StepSeconds:
-    """Seconds of a step of `run`, whose collectives are `traffic`, on ranks of these rates.
+    """Predict the seconds of a step of `run`, whose collectives are `traffic`, on ranks of these rates.
 
     Example: 1 GFLOP of forward products at 50 GFLOP/s, 2 of backward at 40, and nothing else: 0.07 s.
     """
-    sent = 0.0
+    sent_s = 0.0
     for row in traffic:
         each_s, byte_s = rates.collectives[row.kind]
-        sent += row.count * (each_s + row.logical_bytes * byte_s)
-    cut = "optimizer" in STRATEGY_ROWS[run.strategy].cuts
-    elements = sum(each.count for own in units for each in own) / (run.shards if cut else 1)
-    calls = sum(len(own) for own in units) * rates.optimizer_parameter_s["slices" if cut else "whole"]
+        sent_s += row.count * (each_s + row.logical_bytes * byte_s)
+    elements = sum(parameter.count for unit in units for parameter in unit)
+    ranks, kind = 1, "whole"
+    if "optimizer" in STRATEGY_ROWS[run.strategy].cuts:
+        ranks, kind = run.shards, "slices"
+    # a call a parameter
+    calls_s = sum(len(unit) for unit in units) * rates.optimizer_parameter_s[kind]
     return StepSeconds(
         compute_s=run.micro_batches * compute_seconds(run, rates),
-        communication_s=sent,
-        optimizer_s=elements * rates.optimizer_element_s + calls,  # a call a parameter
+        communication_s=sent_s,
+        optimizer_s=elements / ranks * rates.optimizer_element_s + calls_s,
         engine_s=run.micro_batches * len(units) * rates.unit_s,
     )
 
@@ -125,45 +131,51 @@ def step_seconds(
 
 
 def compute_seconds(run: LabRun, rates: Rates) -> float:
-    """Forward, loss and backward of one micro-batch."""
+    """Predict the seconds of forward, loss and backward of one micro-batch."""
     shape, tokens = run.shape, run.batch * run.sequence
-    size = f"{'llama' if shape.gated else 'gpt'} {run.itemsize}"
+    family = "llama" if shape.gated else "gpt"
+    size = f"{family} {run.itemsize}"
     forward, backward = product_rates(rates.products[str(run.itemsize)], tokens)
     block = _flops(shape, tokens, run.sequence)
     head = 2 * shape.vocabulary * shape.width * tokens
-    again = recomputed_share(run)
-    products = (shape.layers * block * (1 + again) + head) / forward + 2 * (shape.layers * block + head) / backward
+    forwards = shape.layers * block * (1 + recomputed_share(run)) + head
+    backwards = 2 * (shape.layers * block + head)
+    products_s = forwards / forward + backwards / backward
     passes = 1 + (run.checkpoint != "none") / 3  # of forward and backward, of which the forward is a third
     touches = shape.layers * touched(shape) * passes + _OF_THE_LOSS * shape.vocabulary
-    moved = touches * tokens * rates.elementwise_s[size]
-    return products + moved + shape.layers * rates.block_s[size] * passes + rates.root_s
+    moved_s = touches * tokens * rates.elementwise_s[size]
+    operators_s = shape.layers * rates.block_s[size] * passes
+    return products_s + moved_s + operators_s + rates.root_s
 
 
 def product_rates(rows: Sequence[ProductRate], tokens: int) -> tuple[float, float]:
-    """FLOP/s forward and backward at so many tokens, between the measured sizes in proportion to their logarithms."""
+    """Return FLOP/s forward and backward at so many tokens.
+
+    Between the measured sizes they are in proportion to the logarithms, beyond them those of the nearest.
+    """
     rows = sorted(rows, key=lambda row: row.tokens)
     for low, high in zip(rows, rows[1:]):
         if low.tokens <= tokens <= high.tokens:
             part = math.log(tokens / low.tokens) / math.log(high.tokens / low.tokens)
-            return (
-                low.forward + part * (high.forward - low.forward),
-                low.backward + part * (high.backward - low.backward),
-            )
+            forward = low.forward + part * (high.forward - low.forward)
+            backward = low.backward + part * (high.backward - low.backward)
+            return forward, backward
     end = rows[0] if tokens < rows[0].tokens else rows[-1]
     return end.forward, end.backward
 
 
 def _flops(shape: ModelShape, tokens: int, sequence: int) -> float:
     """Of one block's forward: two an element of its matrices and token, and attention over half of the context."""
-    matrices = sum(each.count for each in shape.block if each.is_matrix)
-    return 2 * matrices * tokens + 4 * shape.query_width * tokens * sequence / 2
+    matrices = sum(parameter.count for parameter in shape.block if parameter.is_matrix)
+    attention = 4 * shape.query_width * tokens * sequence / 2
+    return 2 * matrices * tokens + attention
 
 
 def recomputed_share(run: LabRun) -> float:
-    """The part of a block's products that the backward computes again: all but the last, or every other one."""
-    matrices = [each.count for each in run.shape.block if each.is_matrix]
+    """Return the part of a block's products that the backward computes again: all but the last, or every other one."""
     if run.checkpoint == "none" or run.units != "block":
         return 0.0
+    matrices = [parameter.count for parameter in run.shape.block if parameter.is_matrix]
     computed = matrices[:-1] if run.checkpoint == "full" else matrices[1:-1:2]
     return sum(computed) / sum(matrices)
 
@@ -172,7 +184,7 @@ _OF_THE_LOSS = 2  # what a logit costs beside a channel of a block: a log-softma
 
 
 def touched(shape: ModelShape) -> int:
-    """Channels a token that the element-wise operators of a block write in a forward.
+    """Count the channels a token that the element-wise operators of a block write in a forward.
 
     GPT: two norms, two sums, a GELU. Llama: the steps of two norms (4 each), two sums, rotary (4 of what it turns), a
     gate and its product.

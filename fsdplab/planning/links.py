@@ -48,12 +48,14 @@ class LinkSpec:
     @property
     def words(self) -> str:
         """Bandwidth and latency, to be read: `450 GB/s, 3.4 us a step`."""
-        symbol, size = next(
-            (pair for pair in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)) if self.bytes_per_s >= pair[1]),
-            ("B/s", 1.0),
-        )
-        latency = f", {self.latency_s * 1e6:.4g} us a step" if self.latency_s else ""
-        return f"{self.bytes_per_s / size:.4g} {symbol}{latency}"
+        symbol, size = "B/s", 1.0
+        for larger in (("kB/s", 1e3), ("MB/s", 1e6), ("GB/s", 1e9)):
+            if self.bytes_per_s >= larger[1]:
+                symbol, size = larger
+        bandwidth = f"{self.bytes_per_s / size:.4g} {symbol}"
+        if not self.latency_s:
+            return bandwidth
+        return f"{bandwidth}, {self.latency_s * 1e6:.4g} us a step"
 
 
 PRESETS: dict[str, LinkSpec] = {
@@ -103,7 +105,7 @@ _EXPECTED = (
 
 
 def parse_link(text: str) -> LinkSpec:
-    """The link that `text` names: a preset, or a rate, either with a latency behind a comma; raises LinkError.
+    """Return the link that `text` names: a preset, or a rate, either with a latency behind a comma; raises LinkError.
 
     A rate without a latency has none. Bits are written bit, Bytes B: `800mb/s` could be either and is an error.
 
@@ -118,24 +120,28 @@ def parse_link(text: str) -> LinkSpec:
     link = _preset(first) or _rate(first)
     if link is None:
         raise LinkError(f"unknown link {text!r}{did_you_mean(first, PRESETS)}; expected {_EXPECTED}")
-    return replace(link, name=f"{link.name},{behind}", latency_s=_latency(text, behind)) if comma else link
+    if not comma:
+        return link
+    return replace(link, name=f"{link.name},{behind}", latency_s=_latency(text, behind))
 
 
 def ring_steps(kind: str, ranks: int) -> int:
-    """Steps of a ring collective: `ranks - 1` to gather or reduce-scatter, twice that to all-reduce.
+    """Return the steps of a ring collective: `ranks - 1` to gather or reduce-scatter, twice that to all-reduce.
 
     >>> ring_steps("all_gather", 8), ring_steps("all_reduce", 8), ring_steps("all_gather", 1)
     (7, 14, 0)
     """
-    once = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "ring", "send"), 1)  # "ring": ring attention's
-    per_rank = once | {"all_reduce": 2}
-    if kind not in per_rank:
-        raise LinkError(f"no ring is known for {kind!r}; expected one of {', '.join(per_rank)}")
-    return per_rank[kind] * (ranks - 1)
+    if kind not in _ROUNDS:
+        raise LinkError(f"no ring is known for {kind!r}; expected one of {', '.join(_ROUNDS)}")
+    return _ROUNDS[kind] * (ranks - 1)
+
+
+# how often bytes pass round the ring; "ring" is ring attention's
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "ring": 1, "send": 1, "all_reduce": 2}
 
 
 def transfer_s(spec: LinkSpec, wire_bytes: float, steps: int) -> float:
-    """Seconds that a collective takes on the link: latency x steps + the bytes that one rank sends / bandwidth.
+    """Return the seconds of a collective on the link: latency x steps + the bytes that one rank sends / bandwidth.
 
     50 MB over 8 ranks of 10 GbE, gathered in 7 steps: 7 x 30 us + 50e6 / 1.25e9 = 0.21 + 40 ms.
 
@@ -155,25 +161,28 @@ def _preset(text: str) -> LinkSpec | None:
 
 def _rate(text: str) -> LinkSpec | None:
     match = _RATE.fullmatch(text)
-    if match is None or (value := _number(match[1])) is None:
+    if match is None:
         return None
-    unit = match[3]
+    value, prefix, unit = _number(match[1]), match[2], match[3]
+    if value is None:
+        return None
     if unit.lower().startswith("bit"):
         bits = 8.0
     elif unit.lower().startswith("byte") or unit.startswith("B"):
         bits = 1.0
-    elif match[2].isupper() or unit.lower() == "bps":
+    elif prefix.isupper() or unit.lower() == "bps":
         bits = 8.0  # Gb/s, Mbps: where the prefix is a capital, the small b was meant
     else:
         raise LinkError(
-            f"link {text!r} could mean bits or bytes; write {match[1]}{match[2]}bit or {match[1]}{match[2].upper()}B/s"
+            f"link {text!r} could mean bits or bytes; write {match[1]}{prefix}bit or {match[1]}{prefix.upper()}B/s"
         )
-    return LinkSpec(text, value * _PREFIX[match[2].lower()] / bits, 0.0)
+    return LinkSpec(text, value * _PREFIX[prefix.lower()] / bits, 0.0)
 
 
 def _latency(text: str, behind: str) -> float:
     match = _LATENCY.fullmatch(behind)
-    if match is None or (value := _number(match[1])) is None or match[2] is None and value:
+    value = _number(match[1]) if match else None
+    if match is None or value is None or value and match[2] is None:  # 0 needs no unit
         raise LinkError(
             f"link {text!r} has the latency {behind!r}; expected a number with ns, us, ms or s, such as 50us"
         )

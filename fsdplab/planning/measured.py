@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,27 +63,38 @@ class Measured:
         return self.closed_form_s, self.simulated_s, self.measured_s
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return {**asdict(self), "ratio": self.ratio}
 
 
 def published_like(spec: PlanSpec, path: Path) -> list[Measured]:
-    """The published steps nearest to a plan's: of sources that were fitted, then of held-out ones."""
-    simulable = [case for case in timed(read_published(path)[0]) if case.spec.pipeline_parallel == 1]
-    cases = sorted(simulable, key=lambda case: _distance(case.spec, spec))
-    seen = {part: [case for case in cases if _part(case) == part] for part in (FIT, HELD_OUT)}
-    return [_published(case) for part in (FIT, HELD_OUT) for case in seen[part][:_EACH]]
+    """Return the published steps nearest to a plan's: of sources that were fitted, then of held-out ones."""
+    cases, _ = read_published(path)
+    simulable = [case for case in timed(cases) if case.spec.pipeline_parallel == 1]
+    nearest_first = sorted(simulable, key=lambda case: _distance(case.spec, spec))
+    rows = []
+    for part in (FIT, HELD_OUT):
+        of_part = [case for case in nearest_first if _part(case) == part]
+        rows += [_published(case) for case in of_part[:_EACH]]
+    return rows
 
 
 def simulated_s(spec: PlanSpec) -> float:
-    """Seconds of a plan's simulated step."""
+    """Return the seconds of a plan's simulated step."""
     return simulate_work(work_of(spec).shared(streams=True)).step_s
 
 
 def _published(case: Case) -> Measured:
     measured_s = case.spec.step_tokens / (case.tokens_per_s or math.nan) / case.spec.gpus
-    both = step_s(case, closed_form_s), step_s(case, simulated_s)
-    return Measured(case.id, case.source, _part(case), STEP, *both, measured_s)
+    return Measured(
+        case.id,
+        case.source,
+        _part(case),
+        STEP,
+        closed_form_s=step_s(case, closed_form_s),
+        simulated_s=step_s(case, simulated_s),
+        measured_s=measured_s,
+    )
 
 
 def _part(case: Case) -> str:
@@ -92,11 +103,8 @@ def _part(case: Case) -> str:
 
 def _distance(one: PlanSpec, other: PlanSpec) -> float:
     """How unlike two jobs are: e-folds of their sizes, and what is another."""
-    sizes: Sequence[Callable[[PlanSpec], float]] = (
-        lambda spec: spec.model.parameters, lambda spec: spec.gpus, lambda spec: spec.seq,
-        lambda spec: spec.micro_batch * spec.seq,
-    )  # fmt: skip
-    far = sum(abs(math.log(size(one) / size(other))) for size in sizes)
+    sizes = zip(_sizes(one), _sizes(other))
+    far = sum(abs(math.log(size / other_size)) for size, other_size in sizes)
     return (
         far
         + _OTHER_KIND * (kind_of(one) != kind_of(other))
@@ -106,8 +114,12 @@ def _distance(one: PlanSpec, other: PlanSpec) -> float:
     )
 
 
+def _sizes(spec: PlanSpec) -> tuple[float, ...]:
+    return spec.model.parameters, spec.gpus, spec.seq, spec.micro_batch * spec.seq
+
+
 def spread(rows: Iterable[Measured]) -> tuple[float, float, float]:
-    """The middle, the least and the largest of simulated over measured."""
+    """Return the middle, the least and the largest of simulated over measured."""
     ratios = [row.ratio for row in rows]
     return statistics.median(ratios), min(ratios), max(ratios)
 
@@ -120,9 +132,10 @@ class ReplayError(UserError, ValueError):
 
 
 def recorded(record: RunRecord, name: str = "") -> list[Measured]:
-    """Three rows of every profiled step of a run of the lab's engine on CPU ranks with a link, means over its ranks:
-    the step, what of it is compute or waiting for the link or a peer, and waiting while bytes were on the link; raises
-    ReplayError for others. Without a `name` the run has its folder's.
+    """Simulate every profiled step of a run of the lab's engine on CPU ranks with a link: three rows of each.
+
+    The rows are means over its ranks: the step, what of it is compute or waiting for the link or a peer, and waiting
+    while bytes were on the link. Raises ReplayError for other runs. Without a `name` the run has its folder's.
 
     >>> from fsdplab.common.places import shared_folder
     >>> _, _, exposed = recorded(RunRecord.load(shared_folder("data") / "traces-08"))
@@ -130,23 +143,28 @@ def recorded(record: RunRecord, name: str = "") -> list[Measured]:
     1.08
     """
     _check(record)
-    told = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
-    found = []
-    for step, measured in sorted(grouped(record.table("breakdown"), lambda row: row["step"]).items()):
-        mean = {name: sum(row[name] for row in measured) / len(measured) / 1e9 for name in _PARTS}
-        work = _work_of(record, step, len(measured))
+    source = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
+    quantities = []
+    by_step = grouped(record.table("breakdown"), lambda row: row["step"])
+    for step, rows in sorted(by_step.items()):
+        work = _work_of(record, step, len(rows))
         simulated = simulate_work(work, communicators=known(record.summary.link).queues or 1)
-        rows = (
-            (STEP, step_seconds(work), simulated.step_s, mean["step_ns"]),
-            (SIMULATED_PARTS, None, simulated.step_s, mean["compute_ns"] + mean["on_link_ns"] + mean["waiting_ns"]),
-            (EXPOSED, None, account(simulated.logs[0], 0).exposed_ns / 1e9, mean["on_link_ns"]),
-        )
+        exposed_s = account(simulated.logs[0], 0).exposed_ns / 1e9
+        measured_s = _mean_s(rows, "step_ns")
+        on_link_s = _mean_s(rows, "on_link_ns")
+        parts_s = _mean_s(rows, "compute_ns") + on_link_s + _mean_s(rows, "waiting_ns")
         run = f"{name or record.path.name}, step {step}"
-        found += [Measured(run, told, RECORDED, *row) for row in rows]
-    return found
+        quantities += [
+            Measured(run, source, RECORDED, STEP, step_seconds(work), simulated.step_s, measured_s),
+            Measured(run, source, RECORDED, SIMULATED_PARTS, None, simulated.step_s, parts_s),
+            Measured(run, source, RECORDED, EXPOSED, None, exposed_s, on_link_s),
+        ]
+    return quantities
 
 
-_PARTS = ("step_ns", "compute_ns", "on_link_ns", "waiting_ns")
+def _mean_s(rows: Sequence[Mapping[str, Any]], column: str) -> float:
+    """The mean over ranks of a column of nanoseconds, in seconds."""
+    return sum(row[column] for row in rows) / len(rows) / 1e9
 
 
 def _check(record: RunRecord) -> None:
@@ -155,44 +173,68 @@ def _check(record: RunRecord) -> None:
         raise ReplayError(f"{name} names no strategy and number of ranks that are known here; give a run of the lab")
     if record.status != "finished" or spec.get("engine") != "lab" or not record.table("breakdown"):
         raise ReplayError(f"{name} is no finished run of the lab's engine with profiled steps; record one: --profile 1")
-    if record.environment.get("device", "cpu") != "cpu" or link is None or link.across or link.bytes_per_s is None:
+    has_known_link = link is not None and not link.across and link.bytes_per_s is not None
+    if record.environment.get("device", "cpu") != "cpu" or not has_known_link:
         raise ReplayError(f"{name} has no link whose rate is known; record a run on CPU ranks with one: --link 400MB/s")
 
 
 def _work_of(record: RunRecord, step: int, seen: int) -> StepWork:
     """The units as they computed in that step on the mean of so many ranks, and what they sent."""
-    spec, ranks, link = record.spec, record.spec["world_size"], known(record.summary.link)
-    passes = seen * spec.get("micro_batches", 1)
+    spec, ranks = record.spec, record.spec["world_size"]
+    micro_batches = spec.get("micro_batches", 1)
+    seconds = _computed_s(record, step)
+    sent = _sent_by(record, step, ranks)
+    if ROOT not in sent:
+        raise ReplayError(
+            f"{record.path.name} has no collective of its root in step {step}; give a run whose ranks send"
+        )
+    passes = seen * micro_batches
+    units = []
+    for name in sorted(sent, key=_place):
+        forward_s = seconds.get((name, "forward"), 0.0) / passes
+        backward_s = seconds.get((name, "backward"), 0.0) / passes
+        units.append(UnitWork(name, forward_s, backward_s, sent[name]))
+    root, *blocks = units
+    shard = spec.get("shard_size") or ranks
+    return StepWork(
+        root,
+        tuple(blocks),
+        seconds.get((ROOT, "optimizer"), 0.0) / seen,
+        prefetch=spec.get("prefetch", 1),
+        micro_batches=micro_batches,
+        shards=shard,
+        replicas=ranks // shard,
+        sharing=Sharing.of(spec["strategy"], shard, ranks // shard, streams=False),
+    )
+
+
+def _computed_s(record: RunRecord, step: int) -> dict[tuple[str, str], float]:
+    """Seconds of compute of all ranks by unit and phase; what belongs to no unit's passes is the root's."""
     seconds: dict[tuple[str, str], float] = {}
     for row in record.table("timeline"):
         if row["step"] == step and row["lane"] == "compute":
-            key = (row["unit"] if row["phase"] in ("forward", "backward") and row["unit"] else ROOT, row["phase"])
+            in_a_pass = row["phase"] in ("forward", "backward")
+            unit = row["unit"] if in_a_pass and row["unit"] else ROOT
+            key = (unit, row["phase"])
             seconds[key] = seconds.get(key, 0.0) + (row["end_ns"] - row["start_ns"]) / 1e9
+    return seconds
+
+
+def _sent_by(record: RunRecord, step: int, ranks: int) -> dict[str, dict[str, Transfer]]:
+    """The collectives of each unit in that step by kind, as rank 0 sent them over the record's link."""
+    link = known(record.summary.link)
     sent: dict[str, dict[str, Transfer]] = {}
     for row in record.table("ledger"):
         if row["step"] == step and row["rank"] == 0 and row["phase"] != "optimizer":
             latency_s = (link.latency_s or 0.0) * ring_steps(row["kind"], ranks)
             transfer = Transfer(row["kind"], row["wire_bytes"], known(link.bytes_per_s), latency_s)
             sent.setdefault(row["unit"], {})[row["kind"]] = transfer
-    if ROOT not in sent:
-        raise ReplayError(
-            f"{record.path.name} has no collective of its root in step {step}; give a run whose ranks send"
-        )
-
-    def each_s(name: str, phase: str) -> float:
-        return seconds.get((name, phase), 0.0) / passes
-
-    every = sorted(sent, key=_place)
-    units = [UnitWork(name, each_s(name, "forward"), each_s(name, "backward"), sent[name]) for name in every]
-    shard = spec.get("shard_size") or ranks
-    return StepWork(
-        units[0], tuple(units[1:]), seconds.get((ROOT, "optimizer"), 0.0) / seen, prefetch=spec.get("prefetch", 1),
-        micro_batches=spec.get("micro_batches", 1), shards=shard, replicas=ranks // shard,
-        sharing=Sharing.of(spec["strategy"], shard, ranks // shard, streams=False),
-    )  # fmt: skip
+    return sent
 
 
 def _place(unit: str) -> tuple[int, str]:
-    """The root first, then blocks by their numbers."""
+    """The root first, then blocks by their numbers, then other units."""
     number = unit.rpartition(".")[2]
-    return (int(number) + 1, unit) if number.isdigit() else (0 if unit == ROOT else 10**6, unit)
+    if number.isdigit():
+        return int(number) + 1, unit
+    return (0 if unit == ROOT else 10**6), unit

@@ -18,14 +18,15 @@ _BYTES = 2  # of an element that travels
 
 
 def matrices_of(parameters: Sequence[Parameter]) -> list[tuple[int, int]]:
-    """The shapes of a block's parameters that Muon steps."""
-    return [(each.shape[0], each.shape[1]) for each in parameters if each.is_matrix]
+    """Return the shapes of a block's parameters that Muon steps."""
+    return [(parameter.shape[0], parameter.shape[1]) for parameter in parameters if parameter.is_matrix]
 
 
 def state_bytes(shape: ModelShape, itemsize: int = 4) -> float:
-    """Bytes of optimizer state an element of the model, on average: one moment for matrices, two for the rest."""
-    inside = shape.layers * sum(rows * columns for rows, columns in matrices_of(shape.block))
-    return itemsize * (2 - inside / shape.parameters)
+    """Return bytes of state an element of the model, on average: one moment for matrices, two for the rest."""
+    in_a_block = sum(rows * columns for rows, columns in matrices_of(shape.block))
+    in_matrices = shape.layers * in_a_block
+    return itemsize * (2 - in_matrices / shape.parameters)
 
 
 @dataclass(frozen=True)
@@ -39,41 +40,47 @@ class OwnersStep:
 
     @classmethod
     def of(cls, shape: ModelShape, ranks: int, whole: bool) -> OwnersStep:
-        """Of a model's blocks."""
+        """Make the step of all blocks of a model."""
         return cls.of_matrices(matrices_of(shape.block) * shape.layers, ranks, whole)
 
     @classmethod
     def of_matrices(cls, shapes: Sequence[tuple[int, int]], ranks: int, whole: bool) -> OwnersStep:
-        """Of matrices in the order of the units that hold them."""
+        """Make the step of matrices in the order of the units that hold them."""
         return _step_of(tuple(shapes), ranks, whole)
 
     def traffic(self) -> list[Traffic]:
-        """The collectives of the rank that sends most. An all-to-all's payload is what one rank holds of it."""
+        """List the collectives of the rank that sends most. An all-to-all's payload is what one rank holds of it."""
         if self.ranks == 1:
             return []
         if self.whole:
             return [self._gathered(bucket) for bucket in self.buckets]
-        rank = max(range(self.ranks), key=lambda rank: sum(map(sum, self._sent(rank))))
+        busiest = max(range(self.ranks), key=self._elements_sent)
         rows = []
-        for bucket, both in zip(self.buckets, self._sent(rank)):
+        for bucket, both_ways in zip(self.buckets, self._sent(busiest)):
             elements = sum(self.matrices[number].numel for number in bucket.numbers)
-            rows += [
-                Traffic("optimizer", "all_to_all", 1, _BYTES * elements // self.ranks, _BYTES * sent, 0)
-                for sent in both
-            ]
+            payload = _BYTES * elements // self.ranks
+            for sent in both_ways:  # the momentum to the owners, and the updates back
+                rows.append(Traffic("optimizer", "all_to_all", 1, payload, _BYTES * sent, 0))
         return rows
 
     def _sent(self, rank: int) -> list[tuple[int, int]]:
+        """Elements that a rank sends of each bucket: to the owners, and back."""
         return [elements_sent(self.matrices, bucket, rank) for bucket in self.buckets]
 
+    def _elements_sent(self, rank: int) -> int:
+        return sum(to_owners + back for to_owners, back in self._sent(rank))
+
     def _gathered(self, bucket: Bucket) -> Traffic:
-        """The all-gather of updates, each owner's padded to the longest."""
+        """Return the all-gather of updates, each owner's padded to the longest."""
         owned = self._owned(bucket)
-        total = _BYTES * self.ranks * max(owned)
-        sent = _BYTES * (self.ranks - 1) * max(owned)
-        return Traffic("optimizer", "all_gather", 1, total, sent, total - _BYTES * sum(owned))
+        longest = max(owned)
+        total = _BYTES * self.ranks * longest
+        sent = _BYTES * (self.ranks - 1) * longest
+        padding = total - _BYTES * sum(owned)
+        return Traffic("optimizer", "all_gather", 1, total, sent, padding)
 
     def _owned(self, bucket: Bucket) -> list[int]:
+        """Elements of a bucket that each rank owns."""
         owned = [0] * self.ranks
         for number, owner in zip(bucket.numbers, bucket.owners):
             owned[owner] += self.matrices[number].numel
@@ -81,7 +88,7 @@ class OwnersStep:
 
     @property
     def flops(self) -> float:
-        """Of the rank that computes most."""
+        """The arithmetic of the rank that computes most."""
         load = [0.0] * self.ranks
         for bucket in self.buckets:
             for number, owner in zip(bucket.numbers, bucket.owners):
@@ -96,26 +103,45 @@ class OwnersStep:
         before; besides, the results so far, and what Newton-Schulz makes of the largest matrix.
         """
         there = [self._owned(bucket)[0] for bucket in self.buckets]
-        sent = [sum(self.matrices[n].sent(0, owner) for n, owner in zip(b.numbers, b.owners)) for b in self.buckets]
-        kept = (sent,) if self.whole or self.ranks == 1 else (there, sent)  # else what is sent is what is received
+        on_their_way = [self._packed(bucket) for bucket in self.buckets]
+        if not self.whole and self.ranks > 1:
+            # parts of other ranks arrive beside what is sent; else what is sent is what is received
+            on_their_way = [sent + received for sent, received in zip(on_their_way, there)]
+        on_their_way.append(0)  # behind the last bucket
         moments = [(0, 0)]
-        for now, bucket in enumerate(self.buckets):
-            following = sum(each[now + 1] for each in kept if now + 1 < len(self.buckets))
-            before = self._back(self.buckets[now - 1]) if now else (0, 0)
-            around = there[now] + following + before[1]
-            mine = [number for number, owner in zip(bucket.numbers, bucket.owners) if not owner]
-            scratch = max((_scratch(self.matrices[number].shape) for number in mine), default=0)
-            moments += [(around + before[0], there[now] + scratch), (around + sum(self._back(bucket)), there[now])]
+        updates_before = (0, 0)
+        for place, bucket in enumerate(self.buckets):
+            packed_before, received_before = updates_before
+            around = there[place] + on_their_way[place + 1] + received_before
+            updates = self._back(bucket)
+            moments.append((around + packed_before, there[place] + self._scratch(bucket)))
+            moments.append((around + sum(updates), there[place]))
+            updates_before = updates
         packed, other = max(moments, key=sum)
         return _BYTES * packed, _BYTES * other
+
+    def _packed(self, bucket: Bucket) -> int:
+        """Elements of momentum that rank 0 packs for the owners of a bucket."""
+        return sum(self.matrices[number].sent(0, owner) for number, owner in zip(bucket.numbers, bucket.owners))
+
+    def _scratch(self, bucket: Bucket) -> int:
+        """Elements that Newton-Schulz makes of the largest matrix of a bucket that rank 0 owns."""
+        largest = 0
+        for number, owner in zip(bucket.numbers, bucket.owners):
+            if owner == 0:
+                largest = max(largest, _scratch(self.matrices[number].shape))
+        return largest
 
     def _back(self, bucket: Bucket) -> tuple[int, int]:
         """Elements of updates that rank 0 packs, and that it receives."""
         owned = self._owned(bucket)
         if self.whole:
             return max(owned), self.ranks * max(owned)
-        shapes = [self.matrices[number].part(0) for number in bucket.numbers]
-        return owned[0], sum(rows * columns for rows, columns in shapes)
+        received = 0
+        for number in bucket.numbers:
+            rows, columns = self.matrices[number].part(0)
+            received += rows * columns
+        return owned[0], received
 
 
 def _scratch(shape: tuple[int, int]) -> int:
@@ -128,6 +154,10 @@ def _scratch(shape: tuple[int, int]) -> int:
 
 @lru_cache(maxsize=64)
 def _step_of(shapes: tuple[tuple[int, int], ...], ranks: int, whole: bool) -> OwnersStep:
-    made = tuple(Matrix.replicated(each, ranks) if whole else Matrix.sharded(each, 0, ranks) for each in shapes)
-    costs = [newton_schulz_flops(each) for each in shapes]
-    return OwnersStep(made, tuple(buckets_of(made, costs, ranks, BUCKET_BYTES // _BYTES)), ranks, whole)
+    if whole:
+        matrices = tuple(Matrix.replicated(shape, ranks) for shape in shapes)
+    else:
+        matrices = tuple(Matrix.sharded(shape, 0, ranks) for shape in shapes)
+    costs = [newton_schulz_flops(shape) for shape in shapes]
+    buckets = buckets_of(matrices, costs, ranks, BUCKET_BYTES // _BYTES)
+    return OwnersStep(matrices, tuple(buckets), ranks, whole)

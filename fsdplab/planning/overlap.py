@@ -9,7 +9,7 @@ a link of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +37,14 @@ class Overlap:
     communication_s: dict[str, float]
 
     def ratio(self, phase: str, tokens: float | None = None) -> float:
-        """T_comm / T_compute at so many tokens of a micro-batch, those of the spec by default."""
+        """Return T_comm / T_compute at so many tokens of a micro-batch, those of the spec by default."""
         at_spec = self.communication_s[phase] / self.compute_s[phase]
-        return at_spec if tokens is None else at_spec * self.tokens / tokens
+        if tokens is None:
+            return at_spec
+        return at_spec * self.tokens / tokens
 
     def crossover(self, phase: str) -> float:
-        """Tokens of a micro-batch at which communication takes as long as compute; 0 where nothing travels."""
+        """Return the tokens of a micro-batch at which communication takes as long as compute; 0 where none travels."""
         return self.ratio(phase) * self.tokens
 
     @property
@@ -52,7 +54,7 @@ class Overlap:
 
 
 def overlap_of(spec: PlanSpec, link: LinkSpec | None = None) -> Overlap:
-    """The overlap of a block of `spec`; `link` replaces the links of all axes, at the rate given.
+    """Predict the overlap of a block of `spec`; `link` replaces the links of all axes, at the rate given.
 
     Sequences keep their length: more tokens are more sequences. Raises PlanError for a GPU of unknown FLOP/s.
 
@@ -61,16 +63,19 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None) -> Overlap:
     >>> round(found.ratio("forward"), 2), round(found.ratio("backward"), 2), round(found.crossover_tokens)
     (0.14, 0.2, 1666)
     """
-    spec = spec if link is None else _on_link(spec, link)
+    if link is not None:
+        spec = _on_link(spec, link)
     few = replace(spec, grad_accum=min(spec.grad_accum, 2))  # all micro-batches of a block are alike
     block, compute = work_of(few).blocks[0], Compute(spec, None)
-    seconds = {kind: each.seconds for kind, each in block.sent.items()}
-    gather, across = seconds.get("all_gather", 0.0), seconds.get("all_reduce", 0.0)
-    again = (gather if spec.row.reshards_after_forward else 0.0) + seconds.get("reduce_scatter", 0.0)
+    seconds = {kind: transfer.seconds for kind, transfer in block.sent.items()}
+    gather_s = seconds.get("all_gather", 0.0)
+    across_s = seconds.get("all_reduce", 0.0)
+    in_backward_s = gather_s if spec.row.reshards_after_forward else 0.0
+    in_backward_s += seconds.get("reduce_scatter", 0.0)
     return Overlap(
         spec.tokens,
         {"forward": compute.forward_s, "backward": compute.backward_s},
-        {"forward": gather, "backward": max(again, across)},
+        {"forward": gather_s, "backward": max(in_backward_s, across_s)},
     )
 
 
@@ -94,41 +99,45 @@ class OverlapPoint:
 
 
 def overlap_point(record: RunRecord) -> OverlapPoint:
-    """The point of a profiled run; ValueError with the remedy for a run without a profile or without collectives.
+    """Return the point of a profiled run; ValueError with the remedy where it has no profile or no collectives.
 
-    Of blocks, at the run's own tokens. A run in the wind tunnel stands for another job: its point is at that job's
+    It is of blocks, at the run's own tokens. A run in the wind tunnel stands for another job: its point is at the job's
     tokens, beside the target's ratio under full sharding, and is the whole step's, for which that ratio is defined.
     """
     machine, name = record.spec.get("emulate"), record.spec.get("as_model")
-    sent, computed = _profiled(record, without=() if machine and name else (ROOT, ""))
-    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
+    sent, computed_ns = _profiled(record, without=() if machine and name else (ROOT, ""))
+    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed_ns
     if machine and name:
         shape = model(name)
         target = wind_tunnel(
-            parse_cluster(machine), target_parameters=shape.parameters, target_layers=shape.layers,
+            parse_cluster(machine),
+            target_parameters=shape.parameters,
+            target_layers=shape.layers,
             tokens_per_gpu=TARGET_TOKENS,
-        )  # fmt: skip
+        )
         return OverlapPoint(TARGET_TOKENS, measured, target.ratio, f"wind tunnel's target, {name} on {machine}")
     tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
-    predicted = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
-    return OverlapPoint(tokens, measured, predicted and predicted * 1e9 / computed)
+    predicted_s = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
+    return OverlapPoint(tokens, measured, predicted_s and predicted_s * 1e9 / computed_ns)
 
 
 def _profiled(record: RunRecord, without: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
     """The collectives of the profiled steps, and the nanoseconds of compute; `without` some units."""
     steps = {row["step"] for row in record.table("breakdown")}
-    sent = [row for row in record.table("ledger") if row["step"] in steps and row["unit"] not in without]
-    computed = sum(
-        row["end_ns"] - row["start_ns"]
-        for row in record.table("timeline")
-        if row["lane"] == "compute" and row["step"] in steps and row["unit"] not in without
-    )
-    if not sent or not computed:
+
+    def rows_of(table: str) -> Iterator[dict[str, Any]]:
+        for row in record.table(table):
+            if row["step"] in steps and row["unit"] not in without:
+                yield row
+
+    sent = list(rows_of("ledger"))
+    computed_ns = sum(row["end_ns"] - row["start_ns"] for row in rows_of("timeline") if row["lane"] == "compute")
+    if not sent or not computed_ns:
         raise ValueError(
             f"{record.path} has no profiled compute and collectives of blocks; run it again with --profile 2 and"
             " --world-size 2 or more"
         )
-    return sent, computed
+    return sent, computed_ns
 
 
 def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | None:
@@ -136,6 +145,6 @@ def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | N
     link = record.summary.link
     if link is None or not link.bytes_per_s or record.spec["strategy"] in IN_GROUPS:
         return None
-    known = LinkSpec(link.name, link.bytes_per_s, link.latency_s or 0.0)
+    emulated = LinkSpec(link.name, link.bytes_per_s, link.latency_s or 0.0)
     ranks = record.spec["world_size"]
-    return sum(transfer_s(known, wire, ring_steps(kind, ranks)) for kind, wire in sent)
+    return sum(transfer_s(emulated, wire_bytes, ring_steps(kind, ranks)) for kind, wire_bytes in sent)

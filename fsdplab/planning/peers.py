@@ -47,14 +47,14 @@ class PeerlessBand:
         """Both ends, and what is assumed."""
         low, high = map(seconds, self.exposed_s)
         slow, fast = map(three_digits, self.tokens_per_s)
+        assumed, least = f"{size(self.assumed)}/s", f"{size(self.least)}/s"
         return (
             f"assumed: {self.name} has no peer access, so collectives go through host memory; {low} exposed at"
-            f" {size(self.assumed)}/s, {high} at {size(self.least)}/s, which NCCL takes between sockets: {slow} to"
-            f" {fast} tokens/s a GPU"
+            f" {assumed}, {high} at {least}, which NCCL takes between sockets: {slow} to {fast} tokens/s a GPU"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return all figures for `--json`."""
         return {
             "assumed_bytes_per_s": self.assumed,
             "least_bytes_per_s": self.least,

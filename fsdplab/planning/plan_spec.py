@@ -36,9 +36,13 @@ OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "muon": 2.0
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 # fields that are the same thing as a field of a run, whose name their flags have
 AS_IN_A_RUN = {
-    "gpus": "world_size", "seq": "sequence_length", "micro_batch": "batch_size", "grad_accum": "micro_batches",
-    "param_dtype": "precision", "checkpointing": "checkpoint",
-}  # fmt: skip
+    "gpus": "world_size",
+    "seq": "sequence_length",
+    "micro_batch": "batch_size",
+    "grad_accum": "micro_batches",
+    "param_dtype": "precision",
+    "checkpointing": "checkpoint",
+}
 _SHORT = {"tensor_parallel": "tp", "context_parallel": "cp", "pipeline_parallel": "pp", "expert_parallel": "ep"}
 
 
@@ -153,8 +157,8 @@ class PlanSpec:
     ranks_after_forward: int | None = None  # that a block stays cut over until its backward; 1: gathered; None: usual
 
     def __post_init__(self) -> None:
-        for described in fields(self):
-            _check(described, getattr(self, described.name))
+        for field in fields(self):
+            _check(field, getattr(self, field.name))
         self._check_nodes()
         self._check_mesh()
         self._check_model()
@@ -220,7 +224,7 @@ class PlanSpec:
         shape, cut = self.model, self.tensor_parallel
         if shape.heads % cut or shape.kv_heads % cut:
             common = math.gcd(shape.kv_heads, shape.heads)
-            divisor = max(each for each in range(1, cut + 1) if common % each == 0)
+            divisor = max(ranks for ranks in range(1, cut + 1) if common % ranks == 0)
             raise PlanError(
                 f"{shape.name} has {shape.heads} heads and {shape.kv_heads} key/value heads, not divisible by --tp"
                 f" {cut}; give a common divisor such as {divisor}"
@@ -278,7 +282,7 @@ class PlanSpec:
         return STRATEGY_ROWS[self.strategy]
 
     def under(self, strategy: str) -> PlanSpec:
-        """This plan under another strategy; only one with groups of ranks keeps their size."""
+        """Return this plan under another strategy; only one with groups of ranks keeps their size."""
         size = self.shard_size if STRATEGY_ROWS[strategy].in_groups else None
         return replace(self, strategy=strategy, shard_size=size)
 
@@ -297,8 +301,8 @@ class PlanSpec:
         return min(self._ranks, max(1, self.gpus_per_node // self.tensor_parallel))
 
     def held(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """What one rank holds of parameters before states are cut: its part of matrices, and its experts."""
-        return [each.on(self.tensor_parallel).of_experts(self.expert_parallel) for each in parameters]
+        """Return what one rank holds of parameters before states are cut: its part of matrices, and its experts."""
+        return [parameter.on(self.tensor_parallel).of_experts(self.expert_parallel) for parameter in parameters]
 
     @property
     def replicas(self) -> int:
@@ -308,15 +312,22 @@ class PlanSpec:
     @cached_property
     def sharing(self) -> Sharing:
         """What the order of a step depends on."""
-        shards, replicas = (self.shards, self.replicas) if self.row.cuts else (1, self.shards)
-        found = Sharing.of(
-            self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True,
+        shards, replicas = self.shards, self.replicas
+        if not self.row.cuts:  # all ranks hold everything
+            shards, replicas = 1, self.shards
+        sharing = Sharing.of(
+            self.strategy,
+            shards,
+            replicas,
+            casts=self.mixed,
+            offloads=self.offload,
+            streams=True,
             no_sync=self.no_sync and self.grad_accum > 1,
-        )  # fmt: skip
+        )
         few = self.ranks_after_forward
-        if few is None or not found.reshards_after_forward:
-            return found
-        return replace(found, fewer=few > 1, reshards_after_forward=few > 1)
+        if few is None or not sharing.reshards_after_forward:
+            return sharing
+        return replace(sharing, fewer=few > 1, reshards_after_forward=few > 1)
 
     @property
     def data_ranks(self) -> int:
@@ -364,13 +375,16 @@ class PlanSpec:
     @property
     def rest_bytes(self) -> int:
         """Of an element of the slices at rest, and of their gradients."""
-        return ITEMSIZES[self.param_dtype if self.masters == "separate" else self.master_dtype]
+        if self.masters == "separate":
+            return ITEMSIZES[self.param_dtype]
+        return ITEMSIZES[self.master_dtype]
 
     @property
     def optimizer_bytes(self) -> float:
         """Of optimizer state a trained element: moments in the master dtype, and masters where they are separate."""
-        moments = OPTIMIZERS[self.optimizer] * ITEMSIZES[self.master_dtype]
-        return moments + (ITEMSIZES[self.master_dtype] if self.masters == "separate" else 0)
+        master = ITEMSIZES[self.master_dtype]
+        moments = OPTIMIZERS[self.optimizer] * master
+        return moments + master if self.masters == "separate" else moments
 
     @property
     def mixed(self) -> bool:
@@ -379,13 +393,19 @@ class PlanSpec:
 
 
 def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:
-    """The plan under every strategy that can do it; in groups of ranks only where there is more than one group."""
-    every = [spec.under(name) for name, row in STRATEGY_ROWS.items() if row.can_offload or not spec.offload]
-    return [each for each in every if not each.row.in_groups or each.replicas > 1]
+    """Return the plan under every strategy that can do it; in groups of ranks where there is more than one group."""
+    plans = []
+    for name, row in STRATEGY_ROWS.items():
+        if spec.offload and not row.can_offload:
+            continue
+        under = spec.under(name)
+        if not row.in_groups or under.replicas > 1:
+            plans.append(under)
+    return plans
 
 
 def changed(spec: PlanSpec, **changes: Any) -> PlanSpec | None:
-    """The plan with other choices; None where they contradict the rest: heads or GPUs that are not to be cut."""
+    """Return the plan with other choices; None where they contradict the rest: heads or GPUs that are not to be cut."""
     try:
         return replace(spec, **changes)
     except PlanError:
@@ -393,16 +413,18 @@ def changed(spec: PlanSpec, **changes: Any) -> PlanSpec | None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field: `flag_of("seq") == "--sequence-length"`."""
-    return f"--{AS_IN_A_RUN.get(name, _SHORT.get(name, name)).replace('_', '-')}"
+    """Return the flag of a field: `flag_of("seq") == "--sequence-length"`."""
+    in_a_run = AS_IN_A_RUN.get(name, name)
+    words = _SHORT.get(in_a_run, in_a_run).replace("_", "-")
+    return f"--{words}"
 
 
-def _check(described: Field[Any], value: object) -> None:
+def _check(field: Field[Any], value: object) -> None:
     """Raise PlanError unless a field's value is what the field expects."""
-    wanted = refusal(value, described.default, **described.metadata)
+    wanted = refusal(value, field.default, **field.metadata)
     if not wanted:
         return
-    words = [word for word in described.metadata.get("one_of", ()) if word]
-    meant = did_you_mean(value, words) if words else ""
-    shown = repr(value) if words else str(value)[:30]
-    raise PlanError(f"{flag_of(described.name)} is {shown}{meant}; expected {wanted}")
+    words = [word for word in field.metadata.get("one_of", ()) if word]
+    if not words:
+        raise PlanError(f"{flag_of(field.name)} is {str(value)[:30]}; expected {wanted}")
+    raise PlanError(f"{flag_of(field.name)} is {value!r}{did_you_mean(value, words)}; expected {wanted}")

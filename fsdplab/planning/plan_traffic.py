@@ -48,11 +48,20 @@ class AxisTraffic:
 
 
 def plan_traffic(spec: PlanSpec) -> list[AxisTraffic]:
-    """Every collective of a step of `spec`; nothing for an axis of one rank."""
+    """List every collective of a step of `spec`; nothing for an axis of one rank.
+
+    Of a pipeline: those of the stage that sends most.
+    """
     if spec.pipeline_parallel > 1:
-        return max((_of_stage(each, index, spec) for index, each in stages(spec)), key=_bytes)
-    activations = *_tensor_traffic(spec), *_context_traffic(spec), *_expert_traffic(spec)
-    return [*_state_traffic(spec), *activations, *_optimizer_traffic(spec)]
+        by_stage = (_of_stage(stage, index, spec) for index, stage in stages(spec))
+        return max(by_stage, key=_bytes)
+    return [
+        *_state_traffic(spec),
+        *_tensor_traffic(spec),
+        *_context_traffic(spec),
+        *_expert_traffic(spec),
+        *_optimizer_traffic(spec),
+    ]
 
 
 def _bytes(rows: Sequence[AxisTraffic]) -> float:
@@ -63,32 +72,39 @@ def _of_stage(stage: PlanSpec, index: int, spec: PlanSpec) -> list[AxisTraffic]:
     """Of one stage: its own, results to the next stage and gradients to the one before it, of every micro-batch."""
     neighbours = (index > 0) + (index < spec.pipeline_parallel - 1)
     count = spec.grad_accum * spec.virtual_stages * neighbours
-    return [*plan_traffic(stage), AxisTraffic("pipeline", "stage", "send", count, sent_between_stages(spec), 2)]
+    sends = AxisTraffic("pipeline", "stage", "send", count, sent_between_stages(spec), 2)
+    return [*plan_traffic(stage), sends]
 
 
 def bytes_by_axis(rows: Sequence[AxisTraffic]) -> dict[str, int]:
-    """Axis -> bytes that one rank sends in a step; axes without traffic are left out."""
-    found = {axis: sum(row.step_bytes for row in rows if row.axis == axis) for axis in AXES}
-    return {axis: round(sent) for axis, sent in found.items() if sent}
+    """Sum the bytes that one rank sends in a step by axis; axes without traffic are left out."""
+    by_axis = {}
+    for axis in AXES:
+        sent = sum(row.step_bytes for row in rows if row.axis == axis)
+        if sent:
+            by_axis[axis] = round(sent)
+    return by_axis
 
 
 def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
-    """The link of a rank along an axis, at what collectives reach of it.
+    """Return the link of a rank along an axis, at what collectives reach of it.
 
     Axes lie inside each other: tensor, context, shard, replicate. Where an axis stays inside a node, it has the GPUs'
     own link; where it leaves, that of a ring over nodes (hardware.py).
     """
+    fabric, own = spec.fabric, spec.gpu.link
+    if fabric is None or not leaves_node(spec, axis):
+        return replace(own, bytes_per_s=own.bytes_per_s * LINK_EFFICIENCY)
+    if axis == "pipeline":
+        return fabric.ring(spec.gpu, 1, 1, LINK_EFFICIENCY)  # a card to the same card of another node
     inner, _ = _mesh(spec)[axis]
-    if axis == "pipeline" and leaves_node(spec, axis) and spec.fabric is not None:
-        return spec.fabric.ring(spec.gpu, 1, 1, LINK_EFFICIENCY)  # a card to the same card of another node
-    link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
-    if spec.fabric is not None and leaves_node(spec, axis):
-        return spec.fabric.ring(spec.gpu, max(1, per_node // inner), _nodes(spec, axis), LINK_EFFICIENCY)
-    return replace(link, bytes_per_s=link.bytes_per_s * LINK_EFFICIENCY)
+    per_node = min(spec.gpus, spec.gpus_per_node)
+    members = max(1, per_node // inner)  # of a ring in each node
+    return fabric.ring(spec.gpu, members, _nodes(spec, axis), LINK_EFFICIENCY)
 
 
 def part_of_network(spec: PlanSpec) -> tuple[int, float] | None:
-    """How many nodes the longest ring passes, and the part of the network's rate that it reaches; None for one node."""
+    """Return how many nodes the longest ring passes, and its part of the network's rate; None for one node."""
     outside = [axis for axis in AXES if leaves_node(spec, axis)]
     if spec.fabric is None or not outside:
         return None
@@ -103,23 +119,26 @@ def _nodes(spec: PlanSpec, axis: str) -> float:
 
 
 def leaves_node(spec: PlanSpec, axis: str) -> bool:
-    """Whether the groups of an axis have members in several nodes."""
+    """Return whether the groups of an axis have members in several nodes."""
     inner, ranks = _mesh(spec)[axis]
     per_node = min(spec.gpus, spec.gpus_per_node)
-    return inner >= per_node and ranks > 1 if axis == "pipeline" else inner * ranks > per_node
+    if axis == "pipeline":  # neighbours are a stage apart
+        return inner >= per_node and ranks > 1
+    return inner * ranks > per_node
 
 
 def transfer_of(spec: PlanSpec, row: AxisTraffic) -> Transfer:
-    """One collective of the row, on an otherwise free link."""
-    link, over_nodes = axis_link(spec, row.axis), leaves_node(spec, row.axis)
+    """Return one collective of the row, on an otherwise free link."""
+    link = axis_link(spec, row.axis)
     latency_s = link.latency_s * ring_steps(row.kind, row.ranks)
-    passes = "network" if over_nodes else "node"
+    passes = "network" if leaves_node(spec, row.axis) else "node"
     return Transfer(row.kind, row.wire_bytes, link.bytes_per_s, latency_s, row.axis, passes)
 
 
 def latency_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
-    """Seconds of a step's communication, as if alone, that no bandwidth shortens: a ring over 2,048 ranks has 2,047
-    steps.
+    """Sum the seconds of a step's communication, as if alone, that no bandwidth shortens.
+
+    A ring over 2,048 ranks has 2,047 steps.
     """
     return sum(row.count * transfer_of(spec, row).latency_s for row in rows)
 
@@ -128,35 +147,44 @@ def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
     """Axis -> GPUs of one of its ranks, those of the axes inside it, and its ranks; context-parallel ranks are among
     the shards.
     """
-    tensor, shards = spec.tensor_parallel, spec.shards
+    tensor, pipeline = spec.tensor_parallel, spec.pipeline_parallel
     return {
-        "tensor": (1, tensor), "context": (tensor, spec.context_parallel), "shard": (tensor, shards),
-        "replicate": (tensor * shards, spec.replicas), "expert": (tensor, spec.expert_parallel),
-        "pipeline": (spec.gpus // spec.pipeline_parallel, spec.pipeline_parallel),
-    }  # fmt: skip
+        "tensor": (1, tensor),
+        "context": (tensor, spec.context_parallel),
+        "shard": (tensor, spec.shards),
+        "replicate": (tensor * spec.shards, spec.replicas),
+        "expert": (tensor, spec.expert_parallel),
+        "pipeline": (spec.gpus // pipeline, pipeline),
+    }
 
 
 # ---- states
 
 
 def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
-    found = []
-    for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
+    traffic = []
+    shape = spec.model
+    for unit, parameters, count in (("block", shape.block, shape.layers), ("root", shape.root, 1)):
         held = spec.held(parameters)
         if spec.lora_rank:
-            found += [on_axis(row, unit, count, spec) for row in _lora_rows(held, unit, spec)]
+            for row in _lora_rows(held, unit, spec):
+                traffic.append(on_axis(row, unit, count, spec))
             continue
         for part, among in sharers(held, spec):
-            rows = _rows(part, unit, spec, spec.gather_bytes, among)
-            found += [on_axis(row, unit, count, spec, among) for row in rows]
-    return [row for row in found if row.wire_bytes]
+            for row in _rows(part, unit, spec, spec.gather_bytes, among):
+                traffic.append(on_axis(row, unit, count, spec, among))
+    return [row for row in traffic if row.wire_bytes]
 
 
 def on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec, among: int | None = None) -> AxisTraffic:
-    """A row of the formula for one unit as that of `units` such units along its axis; `among`: ranks that share it."""
-    across = row.kind == "all_reduce" and spec.row.in_groups
-    members = spec.replicas if across else among or spec.shards
-    return AxisTraffic("replicate" if across else "shard", unit, row.kind, row.count * units, row.wire_bytes, members)
+    """Turn a row of the formula for one unit into that of `units` such units along its axis.
+
+    `among`: the ranks that share it; all shards by default.
+    """
+    count = row.count * units
+    if row.kind == "all_reduce" and spec.row.in_groups:
+        return AxisTraffic("replicate", unit, row.kind, count, row.wire_bytes, spec.replicas)
+    return AxisTraffic("shard", unit, row.kind, count, row.wire_bytes, among or spec.shards)
 
 
 def _rows(
@@ -164,26 +192,35 @@ def _rows(
 ) -> list[Traffic]:
     if not parameters:
         return []
-    shapes = UnitShapes(unit, tuple((each.name, each.shape) for each in parameters))
+    shapes = UnitShapes(unit, tuple((parameter.name, parameter.shape) for parameter in parameters))
     rows = step_traffic(
-        [shapes], spec.strategy, (among or spec.shards) * spec.replicas, param_itemsize=itemsize,
-        reduce_itemsize=spec.reduce_bytes, micro_batches=spec.grad_accum, replicas=spec.replicas,
-    )  # fmt: skip
-    once = spec.sharing.no_sync and not spec.row.reduces_once
-    return [replace(each, count=1) if once and each.kind != "all_gather" else each for each in rows]
+        [shapes],
+        spec.strategy,
+        (among or spec.shards) * spec.replicas,
+        param_itemsize=itemsize,
+        reduce_itemsize=spec.reduce_bytes,
+        micro_batches=spec.grad_accum,
+        replicas=spec.replicas,
+    )
+    if not spec.sharing.no_sync or spec.row.reduces_once:
+        return rows
+    # under no_sync the last micro-batch alone reduces
+    return [row if row.kind == "all_gather" else replace(row, count=1) for row in rows]
 
 
 def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> list[Traffic]:
     """A frozen base is gathered, in its own bytes, and never reduced; adapters are gathered and reduced."""
     adapted = unit == "block"
-    packed = sum(frozen_bytes(*part) for part in frozen_parts(parameters, spec, adapted))
+    packed = sum(frozen_bytes(frozen, itemsize) for frozen, itemsize in frozen_parts(parameters, spec, adapted))
     base = _rows([Parameter("base", (packed,))], unit, spec, 1)
-    trained = adapters(parameters, spec.lora_rank) if adapted else []
-    return [row for row in base if row.kind == "all_gather"] + _rows(trained, unit, spec, spec.gather_bytes)
+    gathered = [row for row in base if row.kind == "all_gather"]
+    if not adapted:
+        return gathered
+    return gathered + _rows(adapters(parameters, spec.lora_rank), unit, spec, spec.gather_bytes)
 
 
 def owners_step(spec: PlanSpec) -> OwnersStep:
-    """Muon's step: within a shard group, or over all ranks that hold whole matrices."""
+    """Return Muon's step: within a shard group, or over all ranks that hold whole matrices."""
     cut = bool(spec.row.cuts)
     return OwnersStep.of(spec.model, spec.shards if cut else spec.replicas, not cut)
 
@@ -191,7 +228,8 @@ def owners_step(spec: PlanSpec) -> OwnersStep:
 def _optimizer_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     if spec.optimizer != "muon":
         return []
-    axis, step = ("shard" if spec.row.cuts else "replicate"), owners_step(spec)
+    axis = "shard" if spec.row.cuts else "replicate"
+    step = owners_step(spec)
     return [AxisTraffic(axis, OPTIMIZER, row.kind, row.count, row.wire_bytes, step.ranks) for row in step.traffic()]
 
 
@@ -203,13 +241,14 @@ def _tensor_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     if ranks == 1:
         return []
     wire = spec.tokens * spec.model.width * spec.param_bytes * (ranks - 1) / ranks
-    again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
+    gathered_again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
     reduced_again = 2 if spec.checkpointing in ("attention", "full") else 0
-    rows = (
-        ("block", "all_gather", (2, 2 + again)), ("block", "reduce_scatter", (2, 2 + reduced_again)),
-        ("root", "all_gather", (1, 1)), ("root", "reduce_scatter", (1, 1)),
-    )  # fmt: skip
-    return [_inline("tensor", *row, wire, ranks, spec) for row in rows]
+    return [
+        _inline("tensor", "block", "all_gather", (2, 2 + gathered_again), wire, ranks, spec),
+        _inline("tensor", "block", "reduce_scatter", (2, 2 + reduced_again), wire, ranks, spec),
+        _inline("tensor", "root", "all_gather", (1, 1), wire, ranks, spec),
+        _inline("tensor", "root", "reduce_scatter", (1, 1), wire, ranks, spec),
+    ]
 
 
 def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
@@ -217,24 +256,29 @@ def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     if ranks == 1:
         return []
     keys_and_values = 2 * spec.tokens * spec.model.kv_width * spec.param_bytes / spec.tensor_parallel
-    inline = 1, 2 + (spec.checkpointing != "none")  # gradients travel too
+    inline = (1, 2)  # gradients travel in the backward, too
+    if spec.checkpointing != "none":
+        inline = (1, 3)
     return [_inline("context", "block", "ring", inline, keys_and_values * (ranks - 1), ranks, spec)]
 
 
 def _expert_traffic(spec: PlanSpec) -> list[AxisTraffic]:
-    """Tokens travel to the GPUs that hold their experts, and their results back; so do gradients. Tokens are taken as
-    spread evenly over the experts.
+    """Tokens travel to the GPUs that hold their experts, and their results back (Lepikhin et al. 2020, GShard); so do
+    gradients. Tokens are taken as spread evenly over the experts.
     """
     ranks, experts = spec.expert_parallel, spec.model.mixture
     if ranks == 1 or experts is None:
         return []
     taken = spec.tokens * experts.per_token * spec.model.width * spec.param_bytes / spec.tensor_parallel
-    inline = 2, 2 + 2 * (spec.checkpointing in ("attention", "full"))
+    inline = (2, 2)
+    if spec.checkpointing in ("attention", "full"):  # the forward is recomputed
+        inline = (2, 4)
     return [_inline("expert", "block", "all_to_all", inline, taken * (ranks - 1) / ranks, ranks, spec)]
 
 
 def _inline(
     axis: str, unit: str, kind: str, inline: tuple[int, int], wire_bytes: float, ranks: int, spec: PlanSpec
 ) -> AxisTraffic:
-    passes = spec.grad_accum * (spec.model.layers if unit == "block" else 1)
-    return AxisTraffic(axis, unit, kind, sum(inline) * passes, wire_bytes, ranks, inline)
+    alike = spec.model.layers if unit == "block" else 1
+    count = sum(inline) * spec.grad_accum * alike
+    return AxisTraffic(axis, unit, kind, count, wire_bytes, ranks, inline)

@@ -54,7 +54,9 @@ class Plan:
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         """Tokens of the data, over all GPUs."""
-        return self.spec.step_tokens / self.time.step_s / self.spec.gpus if self.time else None
+        if self.time is None:
+            return None
+        return self.spec.step_tokens / self.time.step_s / self.spec.gpus
 
     @property
     def mfu(self) -> float | None:
@@ -73,52 +75,65 @@ class Plan:
         reached, fabric = part_of_network(self.spec), self.spec.fabric
         if reached is None or fabric is None:
             return None
-        rate = {"bytes_per_s_a_gpu": fabric.bytes_per_s, "nodes": reached[0], "part": reached[1]}
-        return {"name": fabric.name, "assumed": fabric.assumed, **rate}
+        nodes, part = reached
+        return {
+            "name": fabric.name,
+            "assumed": fabric.assumed,
+            "bytes_per_s_a_gpu": fabric.bytes_per_s,
+            "nodes": nodes,
+            "part": part,
+        }
 
     def hours(self, tokens: float) -> float | None:
-        """Hours of training on so many tokens."""
-        return tokens / self.spec.step_tokens * self.time.step_s / 3600 if self.time else None
+        """Return the hours of training on so many tokens."""
+        if self.time is None:
+            return None
+        return tokens / self.spec.step_tokens * self.time.step_s / 3600
 
     def as_dict(self, tokens: float | None = None) -> dict[str, Any]:
-        """For `--json`: bytes, seconds and shares of one rank."""
-        peak, time, speed = self.memory.peak, self.time, self.tokens_per_s_per_gpu
-        found: dict[str, Any] = {
-            "model": self.spec.model.name,
-            "parameters": self.spec.model.parameters,
-            "gpu": self.spec.gpu.name,
-            "gpus": self.spec.gpus,
-            "strategy": self.spec.strategy,
-            "micro_batch": self.spec.micro_batch,
-            "seq": self.spec.seq,
+        """Return for `--json` the bytes, seconds and shares of one rank."""
+        spec, peak, time, speed = self.spec, self.memory.peak, self.time, self.tokens_per_s_per_gpu
+        answer: dict[str, Any] = {
+            "model": spec.model.name,
+            "parameters": spec.model.parameters,
+            "gpu": spec.gpu.name,
+            "gpus": spec.gpus,
+            "strategy": spec.strategy,
+            "micro_batch": spec.micro_batch,
+            "seq": spec.seq,
             "memory_bytes": {
                 "total": round(sum(map(round, peak.by_category.values()))),
                 "by_category": {name: round(nbytes) for name, nbytes in peak.by_category.items()},
             },
-            "memory_band_bytes": [round(nbytes) for nbytes in memory_band(self.spec).around(peak.total)],
+            "memory_band_bytes": [round(nbytes) for nbytes in memory_band(spec).around(peak.total)],
             "reserved_bytes": round(self.memory.reserved_bytes),
-            "loss": self.spec.loss,
+            "loss": spec.loss,
             "peak_moment": peak.name,
-            "card_bytes": self.spec.gpu.memory_bytes,
-            "host_bytes": round(host_bytes(self.spec)),
-            "host_crossing_bytes_per_step": round(host_crossing(self.spec)),
+            "card_bytes": spec.gpu.memory_bytes,
+            "host_bytes": round(host_bytes(spec)),
+            "host_crossing_bytes_per_step": round(host_crossing(spec)),
             "fits": self.fitness,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
             "network": self._network(),
-            "bubble": bubble(self.spec) if self.spec.pipeline_parallel > 1 else 0.0,
+            "bubble": bubble(spec) if spec.pipeline_parallel > 1 else 0.0,
             "step_time_s": time and time.step_s,
             "compute_s": time and time.compute_s,
             "communication_s": time and time.communication_s,
             "exposed_s": time and time.exposed_s,
-            **(_host_times(self.spec, time) if time and self.spec.offload else {}),
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "tokens_per_s_band": speed and list(speed_band(self.spec).around(speed)),
+        }
+        if time and spec.offload:
+            answer |= _host_times(spec, time)
+        answer |= {
+            "tokens_per_s_per_gpu": speed,
+            "tokens_per_s_band": speed and list(speed_band(spec).around(speed)),
             "mfu": self.mfu,
             "efficiency": self.efficiency and asdict(self.efficiency),
             "provenance": "predicted in closed form",
         }
         hours = self.hours(tokens) if tokens else None
-        return found | ({"hours": hours, "gpu_hours": hours * self.spec.gpus} if hours else {})
+        if hours:
+            answer |= {"hours": hours, "gpu_hours": hours * spec.gpus}
+        return answer
 
 
 def _host_times(spec: PlanSpec, time: StepTime) -> dict[str, Any]:
@@ -133,16 +148,15 @@ def _host_times(spec: PlanSpec, time: StepTime) -> dict[str, Any]:
 
 
 def plan_spec(model: str | ModelShape, gpu: str, **choices: Any) -> PlanSpec:
-    """A plan's spec from names; `seq` is 4,096 or the model's context where that is shorter, unless it is given."""
+    """Make a plan's spec from names; without `seq` it is 4,096, or the model's context where that is shorter."""
     shape = model if isinstance(model, ModelShape) else model_named(model)
-    seq = choices.pop("seq", None)
-    return PlanSpec(
-        model=shape, gpu=gpu_named(gpu), seq=min(_USUAL_SEQUENCE, shape.context) if seq is None else seq, **choices
-    )
+    if choices.get("seq") is None:
+        choices["seq"] = min(_USUAL_SEQUENCE, shape.context)
+    return PlanSpec(model=shape, gpu=gpu_named(gpu), **choices)
 
 
 def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
-    """The plan of one step; raises ModelError, HardwareError or PlanError, each one line.
+    """Plan one step; raises ModelError, HardwareError or PlanError, each one line.
 
     >>> found = plan("llama-3.1-70b", "h100-80gb", gpus=16, checkpointing="full")
     >>> found.fits, round(found.memory.resting.by_category["sharded_parameters"] / 1e9, 1)
@@ -152,7 +166,7 @@ def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
 
 
 def plan_of(spec: PlanSpec) -> Plan:
-    """The plan of a spec."""
+    """Make the plan of a spec."""
     time = step_time(spec) if has_known_flops(spec.gpu) else None
     return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), time)
 
@@ -161,16 +175,19 @@ def plan_of(spec: PlanSpec) -> Plan:
 
 
 def least_gpus(spec: PlanSpec) -> int | None:
-    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does.
+    """Return the fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does.
 
     Memory falls with GPUs, so it is found by halving: up to a rank a row of the model's matrices, beyond which padding
     grows.
     """
+    # what the mesh cuts GPUs into
     step = spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * (spec.shard_size or 1)
     per_node = spec.gpus_per_node
-    counts, whole = [*range(step, min(per_node, _MOST_GPUS) + 1, step)], math.lcm(per_node, step)
+    counts = list(range(step, min(per_node, _MOST_GPUS) + 1, step))
     if spec.fabric:
-        most = min(_MOST_GPUS, max(2 * per_node, spec.model.width * spec.tensor_parallel))
+        whole = math.lcm(per_node, step)
+        rows = spec.model.width * spec.tensor_parallel
+        most = min(_MOST_GPUS, max(2 * per_node, rows))
         counts += range(max(whole, 2 * per_node), most + 1, whole)
     if not counts or not _fits_on(counts[-1], spec):
         return None
@@ -178,8 +195,8 @@ def least_gpus(spec: PlanSpec) -> int | None:
 
 
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
-    found = changed(spec, gpus=gpus)
-    return found is not None and fits_card(found)
+    other = changed(spec, gpus=gpus)
+    return other is not None and fits_card(other)
 
 
 _MOST_SEQUENCES = 2**12
@@ -190,13 +207,13 @@ _MOST_VALUES = 64
 
 
 def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
-    """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
+    """Return `spec` with the largest micro-batch that fits; None where not even one sequence does."""
     most = largest_that_fits(lambda count: fits_card(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
     return replace(spec, micro_batch=most) if most else None
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count up to `most` that fits, where smaller ones do too: by doubling and halving; 0 for none.
+    """Search by doubling and halving the largest count up to `most` that fits, where smaller ones do too; 0 for none.
 
     >>> largest_that_fits(lambda count: count < 14, 100), largest_that_fits(lambda count: True, 100)
     (13, 100)
@@ -205,22 +222,30 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
-    while high - low > 1:
+    while high - low > 1:  # `low` fits, `high` does not
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
 def fewest_gpus(spec: PlanSpec) -> Plan | None:
-    """The plan on the fewest GPUs on which some strategy and recomputation fits with one sequence a rank; None where no
-    number of them does. Of several the one with most tokens/s.
+    """Return the plan on the fewest GPUs on which some strategy and recomputation fits with one sequence a rank.
+
+    Of several it is the one with most tokens/s; None where no number of GPUs fits.
     """
-    found = []
-    whole = [each for each in under_each_strategy(replace(spec, micro_batch=1)) if not each.row.in_groups]
-    for each in (replace(one, checkpointing=checkpointing) for one in whole for checkpointing in CHECKPOINTINGS):
-        if (gpus := least_gpus(each)) is not None:
-            found.append(plan_of(replace(each, gpus=gpus)))
-    return min(found, key=lambda each: (each.spec.gpus, -(each.tokens_per_s_per_gpu or 0)), default=None)
+    plans = []
+    for under in under_each_strategy(replace(spec, micro_batch=1)):
+        if under.row.in_groups:
+            continue
+        for checkpointing in CHECKPOINTINGS:
+            other = replace(under, checkpointing=checkpointing)
+            gpus = least_gpus(other)
+            if gpus is not None:
+                plans.append(plan_of(replace(other, gpus=gpus)))
+    return min(plans, key=lambda plan: (plan.spec.gpus, -(plan.tokens_per_s_per_gpu or 0)), default=None)
 
 
 # ---- sweeps
@@ -230,7 +255,9 @@ Value: TypeAlias = "int | str"
 
 
 def parse_sweep(text: str) -> tuple[str, list[Value]]:
-    """`world-size=8..1024` (doubling), `seq=1024,4096` or `loss=eager,fused` -> the field and its values; PlanError.
+    """Read the field and the values of `world-size=8..1024` (doubling), `seq=1024,4096` or `loss=eager,fused`.
+
+    Raises PlanError.
 
     >>> parse_sweep("world-size=8..64")
     ('gpus', [8, 16, 32, 64])
@@ -241,45 +268,56 @@ def parse_sweep(text: str) -> tuple[str, list[Value]]:
     name = name.strip().replace("-", "_")
     name = _FIELDS.get(name, name)
     if not equals or name not in (*SWEPT, *SWEPT_WORDS):
-        known = [flag_of(each)[2:] for each in (*SWEPT, *SWEPT_WORDS)]
+        known = [flag_of(field)[2:] for field in (*SWEPT, *SWEPT_WORDS)]
         meant = did_you_mean(name, known)
         raise PlanError(
             f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(known)} and its values, such as"
             " world-size=8..1024 or loss=eager,fused"
         )
-    parts = [part.strip() for part in values.split(",")]
     if name in SWEPT_WORDS:
-        if not all(parts) or len(parts) > _MOST_VALUES:
-            raise PlanError(f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} words with commas between")
-        return name, [*parts]
+        return name, [*_words(values)]
+    return name, [*_numbers(values)]
+
+
+def _words(values: str) -> list[str]:
+    words = [part.strip() for part in values.split(",")]
+    if not all(words) or len(words) > _MOST_VALUES:
+        raise PlanError(f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} words with commas between")
+    return words
+
+
+def _numbers(values: str) -> list[int]:
+    """The numbers of `8..1024`, each twice the one before, or of `8,16,64`."""
     span = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII)
-    found = _doubled(int(span[1]), int(span[2])) if span else _whole_numbers(parts)
-    if not found or len(found) > _MOST_VALUES:
+    parts = [part.strip() for part in values.split(",")]
+    numbers = []
+    if span:
+        numbers = _doubled(int(span[1]), int(span[2]))
+    elif all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
+        numbers = [int(part) for part in parts]
+    if not numbers or len(numbers) > _MOST_VALUES:
         raise PlanError(
             f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
             " 8,16,64"
         )
-    return name, [*found]
+    return numbers
 
 
 def _doubled(low: int, high: int) -> list[int]:
-    return [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
-
-
-def _whole_numbers(parts: Sequence[str]) -> list[int]:
-    """The numbers of these texts; none where one of them is no whole number."""
-    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
-        return []
-    return [int(part) for part in parts]
+    numbers = []
+    while 0 < low <= high:
+        numbers.append(low)
+        low *= 2
+    return numbers
 
 
 def sweep(spec: PlanSpec, name: str, values: Sequence[Value]) -> list[Plan]:
-    """The plan for each value of one choice; raises PlanError for a value that contradicts the others."""
+    """Plan each value of one choice; raises PlanError for a value that contradicts the others."""
     return [plan_of(with_value(spec, name, value)) for value in values]
 
 
 def with_value(spec: PlanSpec, name: str, value: Any) -> PlanSpec:
-    """The plan with another value of one choice; raises ModelError, HardwareError, LinkError or PlanError."""
+    """Return the plan with another value of one choice; raises ModelError, HardwareError, LinkError or PlanError."""
     if name == "model":
         return replace(spec, model=model_named(value))
     if name == "gpu":

@@ -54,7 +54,7 @@ class Sharing:
 
     @classmethod
     def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
-        """A strategy by its name, over `shards` ranks with so many `replicas`."""
+        """Make the sharing of a strategy by its name, over `shards` ranks with so many `replicas`."""
         row = STRATEGY_ROWS[strategy]
         return cls(row.cuts, row.reshards_after_forward, shards > 1, replicas > 1, **choices)
 
@@ -104,11 +104,11 @@ class PlannedMemory(Memory):
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending: ...  # a collective
 
     def take(self, buffer: str) -> None:
-        """One of its buffers."""
+        """Take one of its buffers."""
         self.change(buffer, 1)
 
     def give_back(self, buffer: str) -> None:
-        """The same."""
+        """Give back a buffer that was taken."""
         self.change(buffer, -1)
 
     def changed(self) -> bool:
@@ -123,13 +123,16 @@ class PlannedMemory(Memory):
         sharing = self.sharing
         if not self.keeps_whole:
             self.take(GATHERED)
-        if self._over_fewer:
+        copied = None
+        if self._over_fewer:  # what is gathered from these shards is on the device already
             self.take(ARRIVING)
-        # what is gathered from shards over fewer ranks is on the device already
-        copied = self.issue(TO_DEVICE, phase) if sharing.copies and not self._over_fewer else None
+        elif sharing.copies:
+            copied = self.issue(TO_DEVICE, phase)
         if sharing.shards:
             return self.issue("all_gather", phase, copied)
-        return copied or (None if sharing.aliased else Pending(lambda: None))  # a cast
+        if copied is None and not sharing.aliased:
+            return Pending(lambda: None)  # a cast
+        return copied
 
     def arrived(self) -> None:
         if self._over_fewer:
@@ -158,8 +161,9 @@ class PlannedMemory(Memory):
         self.take(REDUCED)
         if sharing.shards:
             scattered = self.issue("reduce_scatter", "backward")
-            behind = sharing.replicates and sharing.streams
-            summed = self.issue("all_reduce", "backward", scattered) if behind else None
+            summed = None
+            if sharing.replicates and sharing.streams:  # its stream waits for the other, and nobody else does
+                summed = self.issue("all_reduce", "backward", scattered)
             yield scattered
             self.give_back(SENT)
             if sharing.replicates:
@@ -182,7 +186,7 @@ class PlannedMemory(Memory):
         self._handed_out = True
 
     def await_copies(self) -> None:
-        """Gradients that left for host memory are there."""
+        """Wait until gradients that left for host memory are there."""
         while self.leaving:
             self.leaving.pop().wait()
 
@@ -190,13 +194,15 @@ class PlannedMemory(Memory):
 def planned_order(
     memories: Mapping[str, PlannedMemory], sharing: Sharing, schedule: Schedule, in_flight: int = 1
 ) -> StepOrder:
-    """The engine's order of units over planned memories; the first is the root, which keeps its parameters after its
-    forward. `in_flight`: reductions that may be under way when the next begins.
+    """Make the engine's order of units over planned memories; the first is the root, which keeps its parameters after
+    its forward. `in_flight`: reductions that may be under way when the next begins.
     """
-    root, reshards = next(iter(memories)), sharing.reshards_after_forward
-    units = {name: Unit(memory, reshards and name != root) for name, memory in memories.items()}
-    for unit in units.values():
+    root = next(iter(memories))
+    units = {}
+    for name, memory in memories.items():
+        unit = Unit(memory, sharing.reshards_after_forward and name != root)
         unit.in_flight = in_flight
+        units[name] = unit
     return StepOrder(units, schedule)
 
 
@@ -278,21 +284,25 @@ class RecordedMemory(PlannedMemory):
         self._log.append(Change(self.name, buffer, sign))
 
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
-        log, number, before = self._log, len(self._log), None if after is None else after.event
+        log = self._log
+        number = len(log)  # its place in the micro-batch
+        before = None if after is None else after.event
         assert before is None or isinstance(before, int), "it was issued elsewhere"
         log.append(Issue(number, self.name, phase, kind, before))
         return Pending(lambda: log.append(Wait(number)), event=number)
 
     def collect_gradients(self, keep: bool) -> None:
-        """All gradients of a backward are there; they are cast to be kept, or added to earlier ones, one by one."""
+        """Take the gradients of a backward; they are cast to be kept, or added to earlier ones, one by one."""
         if not self._trained:
             return
         self.take(GRADIENTS)
-        if keep or self._gradients:
-            self.give_back(GRADIENTS)
-            if not self._gradients:
-                self.take(KEPT)
-        self._gradients = KEPT if keep or self._gradients else GRADIENTS
+        if not keep and not self._gradients:
+            self._gradients = GRADIENTS
+            return
+        self.give_back(GRADIENTS)
+        if not self._gradients:
+            self.take(KEPT)
+        self._gradients = KEPT
 
     def has_gradients(self, or_zeros: bool) -> bool:
         return bool(self._gradients)
@@ -313,10 +323,14 @@ class RecordedMemory(PlannedMemory):
 
 @lru_cache(maxsize=64)
 def record_step(
-    units: tuple[tuple[str, Holds], ...], sharing: Sharing, prefetch: int = 1, micro_batches: int = 1,
-    in_flight: int = 1, schedule: Callable[[int], Schedule] = Schedule,
-) -> Program:  # fmt: skip
-    """The operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
+    units: tuple[tuple[str, Holds], ...],
+    sharing: Sharing,
+    prefetch: int = 1,
+    micro_batches: int = 1,
+    in_flight: int = 1,
+    schedule: Callable[[int], Schedule] = Schedule,
+) -> Program:
+    """List the operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
 
     A micro-batch ends with every collective waited for. The result is kept, since it depends on no bytes and no
     seconds: plans that differ in these have one program.
@@ -327,7 +341,8 @@ def record_step(
     ['root', 'block']
     """
     log: list[Operation] = []
-    ahead, memories = schedule(prefetch), {name: RecordedMemory(name, sharing, holds, log) for name, holds in units}
+    ahead = schedule(prefetch)
+    memories = {name: RecordedMemory(name, sharing, holds, log) for name, holds in units}
     leaving: list[Pending] = []  # of all units: there is one stream for it
     for memory in memories.values():
         memory.leaving = leaving
@@ -394,8 +409,9 @@ class Transfer:
         return self.latency_s + self.wire_bytes / self.bytes_per_s
 
     def followed_by(self, other: Transfer) -> Transfer:
-        """Both as one, such as the gathers of a frozen base and of its adapters."""
-        wire_bytes, latency_s = self.wire_bytes + other.wire_bytes, self.latency_s + other.latency_s
+        """Join both into one, such as the gathers of a frozen base and of its adapters."""
+        wire_bytes = self.wire_bytes + other.wire_bytes
+        latency_s = self.latency_s + other.latency_s
         return replace(self, wire_bytes=wire_bytes, latency_s=latency_s)
 
 
@@ -415,14 +431,19 @@ class UnitWork:
     holds: Holds | None = None
 
     def products(self, phase: str) -> tuple[float, tuple[Transfer, ...]]:
-        """Seconds of a forward or a backward, and the collectives between its products."""
-        return (self.forward_s, self.inline_forward) if phase == "forward" else (self.backward_s, self.inline_backward)
+        """Return the seconds of a forward or a backward, and the collectives between its products."""
+        if phase == "forward":
+            return self.forward_s, self.inline_forward
+        return self.backward_s, self.inline_backward
 
     def on_links(self, change: Callable[[Transfer], Transfer]) -> UnitWork:
-        """The same unit, each of its collectives changed."""
-        sent = {kind: change(each) for kind, each in self.sent.items()}
-        forward, backward = (tuple(map(change, each)) for each in (self.inline_forward, self.inline_backward))
-        return replace(self, sent=sent, inline_forward=forward, inline_backward=backward)
+        """Return the same unit, each of its collectives changed."""
+        return replace(
+            self,
+            sent={kind: change(transfer) for kind, transfer in self.sent.items()},
+            inline_forward=tuple(map(change, self.inline_forward)),
+            inline_backward=tuple(map(change, self.inline_backward)),
+        )
 
 
 @dataclass(frozen=True)
@@ -459,7 +480,7 @@ class StepWork:
     @property
     def exchange_s(self) -> float:
         """Seconds of what the optimizer's step sends."""
-        return sum(each.seconds for each in self.exchange)
+        return sum(transfer.seconds for transfer in self.exchange)
 
     @property
     def optimizer(self) -> UnitWork:
@@ -470,48 +491,56 @@ class StepWork:
     @property
     def without_copies(self) -> StepWork:
         """The same step with copies that take no time."""
-        return self.on_links(lambda each: replace(each, wire_bytes=0.0) if each.kind in (TO_DEVICE, TO_HOST) else each)
+
+        def empty_if_copy(transfer: Transfer) -> Transfer:
+            return replace(transfer, wire_bytes=0.0) if transfer.kind in (TO_DEVICE, TO_HOST) else transfer
+
+        return self.on_links(empty_if_copy)
 
     def shared(self, **choices: bool) -> StepWork:
-        """The same step with other choices of `sharing`."""
+        """Return the same step with other choices of `sharing`."""
         return replace(self, sharing=replace(self.sharing, **choices))  # type: ignore[arg-type]
 
     def on_links(self, change: Callable[[Transfer], Transfer]) -> StepWork:
-        """The same step, each collective changed."""
-        changed = tuple(each.on_links(change) for each in self.blocks)
-        exchange = tuple(map(change, self.exchange))
-        return replace(self, root=self.root.on_links(change), blocks=changed, exchange=exchange)
+        """Return the same step, each collective changed."""
+        return replace(
+            self,
+            root=self.root.on_links(change),
+            blocks=tuple(block.on_links(change) for block in self.blocks),
+            exchange=tuple(map(change, self.exchange)),
+        )
 
 
 def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -> Program:
-    """The operations of each micro-batch of a step of `work`; `schedule` makes from the prefetch depth the rule that
-    says what to gather ahead. Whether ranks shard and replicate follows from what the units send.
+    """List the operations of each micro-batch of a step of `work`; `schedule` makes from the prefetch depth the rule
+    that says what to gather ahead. Whether ranks shard and replicate follows from what the units send.
     """
     kinds = {kind for unit in work.units for kind in unit.sent}
-    sharing = replace(
-        work.sharing, shards=bool(kinds & {"all_gather", "reduce_scatter"}), replicates="all_reduce" in kinds
-    )
-    units = tuple(
-        (unit.name, unit.holds or Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"})))
-        for unit in work.units
-    )
-    return record_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight, schedule)
+    shards = bool(kinds & {"all_gather", "reduce_scatter"})
+    sharing = replace(work.sharing, shards=shards, replicates="all_reduce" in kinds)
+    units = []
+    for unit in work.units:
+        # a unit that is gathered alone is frozen
+        holds = unit.holds or Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"}))
+        units.append((unit.name, holds))
+    return record_step(tuple(units), sharing, work.prefetch, work.micro_batches, work.in_flight, schedule)
 
 
 def step_seconds(work: StepWork) -> float:
-    """Seconds of a step."""
+    """Sum the seconds of a step: its passes, the optimizer, and what that sends."""
     units = {unit.name: unit for unit in work.units}
     passes_s = _over_micro_batches(work, lambda operations: seconds_of(operations, units))
     return passes_s + work.slowed_s + work.optimizer_s + work.exchange_s
 
 
 def copies_seconds(work: StepWork) -> float:
-    """Seconds of a step's copies from and to host memory, as if alone and one after the other."""
-    units, kinds = {unit.name: unit for unit in work.units}, (TO_DEVICE, TO_HOST)
+    """Sum the seconds of a step's copies from and to host memory, as if alone and one after the other."""
+    units = {unit.name: unit for unit in work.units}
 
     def copies(operations: Sequence[Operation]) -> float:
-        issued = (each for each in operations if isinstance(each, Issue) and each.kind in kinds)
-        return sum(units[each.unit].sent[each.kind].seconds for each in issued)
+        issued = (operation for operation in operations if isinstance(operation, Issue))
+        copied = (issue for issue in issued if issue.kind in (TO_DEVICE, TO_HOST))
+        return sum(units[issue.unit].sent[issue.kind].seconds for issue in copied)
 
     return _over_micro_batches(work, copies)
 
@@ -519,12 +548,14 @@ def copies_seconds(work: StepWork) -> float:
 def _over_micro_batches(work: StepWork, seconds: Callable[[Sequence[Operation]], float]) -> float:
     """The sum over the micro-batches of a step, of which those between the first and the last are alike."""
     count = work.micro_batches
-    each = [seconds(operations) for operations in program_of(replace(work, micro_batches=min(count, 3)))]
-    return sum(each) + (count - len(each)) * each[len(each) // 2]
+    few = replace(work, micro_batches=min(count, 3))
+    by_micro_batch = [seconds(operations) for operations in program_of(few)]
+    alike_s = by_micro_batch[len(by_micro_batch) // 2]
+    return sum(by_micro_batch) + (count - len(by_micro_batch)) * alike_s
 
 
 def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:
-    """Seconds from the first operation of a micro-batch to the end of the last.
+    """Time a micro-batch from its first operation to the end of the last.
 
     Collectives of states run one after the other, all-reduces beside them where they pass another link. Those between
     products have half of a link while others send on it too: both end later by the time that they share.
@@ -535,27 +566,33 @@ def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -
     >>> seconds_of(operations, {unit.name: unit for unit in (root, block)})
     8.0
     """
-    distinct = {id(unit): _costs(unit) for unit in units.values()}
-    costs = {name: distinct[id(unit)] for name, unit in units.items()}
-    now, free = 0.0, dict[str, float]()  # link -> when it is free
-    ended: dict[int, float] = {}
+    costs = {name: _costs(unit) for name, unit in units.items()}
+    now = 0.0  # of whoever computes
+    free_at: dict[str, float] = {}  # by link
+    ended: dict[int, float] = {}  # by the number of a collective
     on_link: dict[str, list[int]] = {}
-    for each in operations:
-        if isinstance(each, Wait):
-            now = max(now, ended[each.number])
-        elif isinstance(each, Compute):
-            seconds, inline_s, link = costs[each.unit].get(each.phase, (0.0, 0.0, ""))
-            shared = inline_s * min(1.0, max(0.0, free.get(link, 0.0) - now) / seconds) if inline_s else 0.0
-            if shared:
-                free[link] += shared
-                for number in on_link[link]:
-                    ended[number] += shared if ended[number] > now else 0.0
-            now += seconds + shared
-        elif isinstance(each, Issue):
-            seconds, _, link = costs[each.unit][each.kind]
-            begin = max(now if each.after is None else ended[each.after], free.get(link, 0.0))
-            ended[each.number] = free[link] = begin + seconds
-            on_link.setdefault(link, []).append(each.number)
+    for operation in operations:
+        if isinstance(operation, Wait):
+            now = max(now, ended[operation.number])
+        elif isinstance(operation, Compute):
+            seconds, inline_s, link = costs[operation.unit].get(operation.phase, (0.0, 0.0, ""))
+            if inline_s:
+                # the part of these seconds in which the link is busy with others, too
+                busy = min(1.0, max(0.0, free_at.get(link, 0.0) - now) / seconds)
+                shared_s = inline_s * busy
+                if shared_s:
+                    free_at[link] += shared_s
+                    for number in on_link[link]:
+                        if ended[number] > now:
+                            ended[number] += shared_s
+                seconds += shared_s
+            now += seconds
+        elif isinstance(operation, Issue):
+            seconds, _, link = costs[operation.unit][operation.kind]
+            ready = now if operation.after is None else ended[operation.after]
+            begin = max(ready, free_at.get(link, 0.0))
+            ended[operation.number] = free_at[link] = begin + seconds
+            on_link.setdefault(link, []).append(operation.number)
     return now
 
 
@@ -563,12 +600,12 @@ def _costs(unit: UnitWork) -> dict[str, tuple[float, float, str]]:
     """Of each phase its seconds with the collectives between its products, the seconds of these, and the link that they
     pass; of each kind of collective its seconds, and its link or a queue of its own.
     """
-    found = {
-        kind: (each.seconds, 0.0, each.link or ("across" if kind == "all_reduce" else "states"))
-        for kind, each in unit.sent.items()
-    }
+    costs = {}
+    for kind, transfer in unit.sent.items():
+        queue = "across" if kind == "all_reduce" else "states"
+        costs[kind] = transfer.seconds, 0.0, transfer.link or queue
     for phase in ("forward", "backward"):
         seconds, inline = unit.products(phase)
-        inline_s = sum(each.seconds for each in inline)
-        found[phase] = seconds + inline_s, inline_s, inline[0].link if inline else ""
-    return found
+        inline_s = sum(transfer.seconds for transfer in inline)
+        costs[phase] = seconds + inline_s, inline_s, inline[0].link if inline else ""
+    return costs

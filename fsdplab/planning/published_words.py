@@ -70,13 +70,22 @@ _LINKS = re.compile(
 )
 _DEGREES = re.compile(r"\b(fsdp|tp|cp|pp|vp|ep)\s*=?\s*\d+")
 _BESIDE_A_STRATEGY = (
-    "async tp", "cpu offload", "offload", "padded experts", "whole sequences", "single gpu", "fsdp", "p_os+g+p",
-    "p_os+g", "p_os", "x",
-)  # fmt: skip
+    "async tp",
+    "cpu offload",
+    "offload",
+    "padded experts",
+    "whole sequences",
+    "single gpu",
+    "fsdp",
+    "p_os+g+p",
+    "p_os+g",
+    "p_os",
+    "x",
+)
 
 
 def plain(value: str) -> str:
-    """A value in lower case with single blanks.
+    """Return a value in lower case with single blanks.
 
     >>> plain(" BF16   (pure)")
     'bf16 (pure)'
@@ -101,7 +110,7 @@ def why_unread(row: Mapping[str, str]) -> str:
         ("interconnect", _knows_parts(_LINKS, value["interconnect"]), ("400 Gb/s per GPU", "800 Gb/s per node")),
         ("strategy", not unread_strategy(value["strategy"]), STRATEGY_ROWS),
         ("peak_mem_GiB", _knows_memory(value["peak_mem_GiB"]), ("50.35 active", "63.9 reserved", "OOM")),
-    )  # fmt: skip
+    )
     for name, known, words in checks:
         if not known:
             return _refused(name, row[name], words)
@@ -160,8 +169,10 @@ def unread_strategy(said: str) -> str:
     >>> unread_strategy("full_shard FSDP 4 x TP 2, async TP"), unread_strategy("full_shard without prefetch")
     ('', 'without prefetch')
     """
-    names = sorted((name for row in STRATEGY_ROWS.values() for name in row.other_names), key=len, reverse=True)
+    other_names = [name for row in STRATEGY_ROWS.values() for name in row.other_names]
+    other_names.sort(key=len, reverse=True)  # a long name may have a short one in it
     rest = _DEGREES.sub(" ", plain(said))
-    for name in (*names, *STRATEGY_ROWS, *_BESIDE_A_STRATEGY):
+    for name in (*other_names, *STRATEGY_ROWS, *_BESIDE_A_STRATEGY):
         rest = re.sub(rf"(?<![\w+-]){re.escape(name)}(?![\w+-])", " ", rest)
-    return " ".join(re.sub(r"[(),]", " ", rest).split())
+    without_marks = re.sub(r"[(),]", " ", rest)
+    return " ".join(without_marks.split())

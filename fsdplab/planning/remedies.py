@@ -41,25 +41,30 @@ def smaller_batches(spec: PlanSpec) -> list[Changes]:
     >>> [change["micro_batch"] for change in smaller_batches(plan_spec("gpt2", "h100", micro_batch=12))]
     [6, 4, 3, 2, 1]
     """
-    given, passes = spec.micro_batch, spec.grad_accum
-    counts = [count for count in range(given - 1, 0, -1) if given % count == 0]
-    return [{"micro_batch": count, "grad_accum": passes * given // count} for count in counts]
+    changes: list[Changes] = []
+    for count in range(spec.micro_batch - 1, 0, -1):
+        times, rest = divmod(spec.micro_batch, count)
+        if rest == 0:
+            changes.append({"micro_batch": count, "grad_accum": spec.grad_accum * times})
+    return changes
 
 
 def more_recomputation(spec: PlanSpec) -> list[Changes]:
     """Return the policies that keep less of a forward than the plan's."""
     if spec.checkpointing == "full":
         return []
-    selective: Changes = {"checkpointing": "selective"}
-    return [selective, _FULL] if spec.checkpointing == "none" else [_FULL]
+    if spec.checkpointing == "none":
+        return [{"checkpointing": "selective"}, _FULL]
+    return [_FULL]
 
 
 def smaller_losses(spec: PlanSpec) -> list[Changes]:
     """Return the losses that need less memory than the plan's."""
-    fused: Changes = {"loss": "fused"}
     if spec.loss == "eager":
-        return [fused, _CHUNKED]
-    return [_CHUNKED] if spec.loss == "fused" else []
+        return [{"loss": "fused"}, _CHUNKED]
+    if spec.loss == "fused":
+        return [_CHUNKED]
+    return []
 
 
 def smaller_reductions(spec: PlanSpec) -> list[Changes]:
@@ -69,24 +74,24 @@ def smaller_reductions(spec: PlanSpec) -> list[Changes]:
 
 def smaller_states(spec: PlanSpec) -> list[Changes]:
     """Return an 8-bit optimizer, and parameters and optimizer state that rest in 16 bits."""
-    found: list[Changes] = []
+    changes: list[Changes] = []
     if spec.optimizer.startswith("adamw") and spec.optimizer != "adamw-8bit":
-        found.append({"optimizer": "adamw-8bit"})
+        changes.append({"optimizer": "adamw-8bit"})
     if spec.master_dtype == "fp32":
-        found.append({"master_dtype": "bf16"})
-    return found
+        changes.append({"master_dtype": "bf16"})
+    return changes
 
 
 def adapters(spec: PlanSpec) -> list[Changes]:
     """Return adapters on a frozen base in 16 and 4 bits, alone and with what they are used with: a chunked loss and
     full recomputation.
     """
-    if spec.optimizer == "muon":
+    if spec.optimizer == "muon" or spec.base_dtype == "nf4":
         return []
-    if not spec.lora_rank:
-        alone = [_ADAPTERS | {"base_dtype": base} for base in ("bf16", "nf4")]
-        return [*alone, *(change | _CHUNKED | _FULL for change in alone)]
-    return [] if spec.base_dtype == "nf4" else [{"base_dtype": "nf4"}]
+    if spec.lora_rank:
+        return [{"base_dtype": "nf4"}]
+    in_16_bits, in_4_bits = _ADAPTERS | {"base_dtype": "bf16"}, _ADAPTERS | {"base_dtype": "nf4"}
+    return [in_16_bits, in_4_bits, in_16_bits | _CHUNKED | _FULL, in_4_bits | _CHUNKED | _FULL]
 
 
 def more_tensor_ranks(spec: PlanSpec) -> list[Changes]:
@@ -99,9 +104,9 @@ def more_sharding(spec: PlanSpec) -> list[Changes]:
     """Return the strategies that shard all states, in groups and over all ranks, where the plan's shards less."""
     if spec.row.saves_most:
         return []
-    over_all = strategies_that(lambda row: row.saves_most)
-    in_groups = strategies_that(lambda row: row.in_groups and row.reshards_after_forward)
-    names = over_all if spec.row.in_groups or spec.gpus <= spec.gpus_per_node else (*in_groups, *over_all)
+    names = [*strategies_that(lambda row: row.saves_most)]
+    if not spec.row.in_groups and spec.gpus > spec.gpus_per_node:
+        names = [*strategies_that(lambda row: row.in_groups and row.reshards_after_forward), *names]
     return [{"strategy": name, "shard_size": None} for name in names]
 
 
@@ -202,16 +207,14 @@ class Remedy:
     @property
     def notes(self) -> list[str]:
         """What changes beside memory and speed, in words."""
-        names = [name for name, _ in self.changes]
-        found = [_NOTES[name] for name in names if name in _NOTES]
+        notes = [_NOTES[name] for name, _ in self.changes if name in _NOTES]
         if self.spec.offload:
-            known = host_memory_of(self.spec)
-            asked = "" if known else "; --host-memory says what the node has"
-            found.append(f"{size(node_host_bytes(self.spec))} of host memory a node{asked}")
-        return found
+            asked = "" if host_memory_of(self.spec) else "; --host-memory says what the node has"
+            notes.append(f"{size(node_host_bytes(self.spec))} of host memory a node{asked}")
+        return notes
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: the changes, the flags of the whole plan behind its model and GPU, and its figures."""
+        """Return for `--json` the changes, the flags of the whole plan behind its model and GPU, and its figures."""
         return {
             "changes": dict(self.changes),
             "flags": f"--sequence-length {self.spec.seq} {flags(self.spec)}",
@@ -240,19 +243,30 @@ def remedies(spec: PlanSpec, kept: frozenset[str] = frozenset()) -> tuple[Remedy
     >>> [remedy.words for remedy in found][1]
     '--reduce-dtype bf16'
     """
-    fields = {_KEPT[name] for name in kept}
-    every = [(row.kind, change) for row in ROWS for change in row.changes(spec)]
-    singles = [single for single in every if not fields & single[1].keys()]
-    fitting = [remedy for single in singles for remedy in _tried(spec, [single])]
+    singles = _single_changes(spec, kept)
+    fitting: list[Remedy] = []
+    for single in singles:
+        fitting.extend(_tried(spec, [single]))
     if len({remedy.kinds for remedy in fitting}) < MOST:
         # what fits alone needs no second change
         alone = [dict(remedy.changes) for remedy in fitting]
-        rest = [single for single in singles if single[1] not in alone]
+        rest = [(kind, change) for kind, change in singles if change not in alone]
         for first, second in combinations(rest, 2):
             kinds = {first[0], second[0]}
             if len(kinds) == 2 and kinds not in _APART:
                 fitting.extend(_tried(spec, [first, second]))
     return tuple(_first_of(fitting))
+
+
+def _single_changes(spec: PlanSpec, kept: frozenset[str]) -> list[tuple[str, Changes]]:
+    """All changes of the table with their kinds, but those of a field that is kept."""
+    fields = {_KEPT[name] for name in kept}
+    singles = []
+    for row in ROWS:
+        for change in row.changes(spec):
+            if not fields & change.keys():
+                singles.append((row.kind, change))
+    return singles
 
 
 def _tried(spec: PlanSpec, changes: Sequence[tuple[str, Changes]]) -> Iterator[Remedy]:
@@ -307,45 +321,51 @@ def _best_of(alike: Sequence[Remedy]) -> Remedy:
 def _cost(remedy: Remedy) -> tuple[float, float]:
     """What is compared: GPU time a token where it is known, then bytes."""
     speed = remedy.tokens_per_s
-    return (1 / speed if speed else 0.0), remedy.peak
+    a_token_s = 1 / speed if speed else 0.0
+    return a_token_s, remedy.peak
 
 
 # ---- in words
 
 
-def lacking(found: Plan) -> str | None:
+def lacking(plan: Plan) -> str | None:
     """Return what is missing and by how much, in one line; None for a plan that fits.
 
     `35.3 GB of sharded parameters on a 25.8 GB card, 152 GB too much in all`
     """
-    if found.fits:
+    if plan.fits:
         return None
-    peak, card = found.memory.peak, found.spec.gpu.memory_bytes
-    alone = next((name for name, nbytes in peak.by_category.items() if nbytes > card), None)
+    peak, card = plan.memory.peak, plan.spec.gpu.memory_bytes
     what = size(peak.total)
-    if alone:
-        what = f"{size(peak.by_category[alone])} of {alone.replace('_', ' ')}"
+    for category, nbytes in peak.by_category.items():
+        if nbytes > card:  # it alone is too much
+            what = f"{size(nbytes)} of {category.replace('_', ' ')}"
+            break
     return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all"
 
 
-def shortfall(found: Plan) -> str | None:
+def shortfall(plan: Plan) -> str | None:
     """Return what is missing, and the remedies, in one line; None for a plan that fits."""
-    missing = lacking(found)
+    missing = lacking(plan)
     if missing is None:
         return None
-    ways = [in_words(remedy) for remedy in remedies(found.spec)]
+    ways = [in_words(remedy) for remedy in remedies(plan.spec)]
     advice = ", or ".join(ways) or "a smaller model or larger cards: no change tried makes it fit"
-    cards = in_cards(found.spec)
-    return f"{missing}; needs {advice}" + (f"; {cards}" if cards else "")
+    parts = [missing, f"needs {advice}"]
+    cards = in_cards(plan.spec)
+    if cards:
+        parts.append(cards)
+    return "; ".join(parts)
 
 
 def in_words(remedy: Remedy) -> str:
     """Return `--reduce-dtype bf16 (84.6 GB, 848 tokens/s a GPU; gradients are summed in bf16)`."""
+    figures = [size(remedy.peak)]
     speed = remedy.tokens_per_s
-    figures = size(remedy.peak)
     if speed:
-        figures = f"{figures}, {three_digits(speed)} tokens/s a GPU"
-    return f"{remedy.words} ({'; '.join([figures, *remedy.notes])})"
+        figures.append(f"{three_digits(speed)} tokens/s a GPU")
+    beside = "; ".join([", ".join(figures), *remedy.notes])
+    return f"{remedy.words} ({beside})"
 
 
 def in_cards(spec: PlanSpec) -> str | None:
@@ -363,9 +383,11 @@ def cards_for_states(spec: PlanSpec) -> str | None:
     else None.
     """
     stepping = memory_of(spec).moments[-1].by_category
-    states = [stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state")]
+    parameters = stepping["sharded_parameters"]
+    states = parameters + stepping["sharded_gradients"] + stepping["optimizer_state"]
     card = spec.gpu.memory_bytes
-    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
+    if spec.row.gathers_once or spec.replicas > 1 or states <= card:
         return None
-    slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
-    return f"{slices} cards hold the sharded parameters and {every} all states, without activations"
+    for_parameters = math.ceil(parameters * spec.gpus / card)
+    for_states = math.ceil(states * spec.gpus / card)
+    return f"{for_parameters} cards hold the sharded parameters and {for_states} all states, without activations"

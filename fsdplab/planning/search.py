@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, size
@@ -160,21 +161,36 @@ def _with_batch(spec: PlanSpec, sequences: int | None) -> tuple[PlanSpec, int]:
 
 def axes(spec: PlanSpec) -> dict[str, list[Changes]]:
     """Return the values of each choice, as changes of a plan; the plan's own is among them."""
+    tensor_ranks = sorted({1, 2, 4, 8, spec.tensor_parallel})
+    policies = dict.fromkeys((*CHECKPOINTINGS, spec.checkpointing))
+    return {
+        "world-size": _fewer_gpus(spec),
+        "strategy": _strategies(spec),
+        "tp": [{"tensor_parallel": ranks} for ranks in tensor_ranks],
+        "checkpoint": [{"checkpointing": policy} for policy in policies],
+    }
+
+
+def _fewer_gpus(spec: PlanSpec) -> list[Changes]:
+    """The GPUs that were given, a half, a quarter and an eighth of them: whole nodes beyond the first."""
     node = spec.gpus_per_node
-    halves = [spec.gpus // 2**power for power in range(_HALVES + 1) if spec.gpus % 2**power == 0]
-    counts = [count for count in halves if count <= node or count % node == 0]
+    counts: list[Changes] = []
+    for power in range(_HALVES + 1):
+        count, rest = divmod(spec.gpus, 2**power)
+        if rest == 0 and (count <= node or count % node == 0):
+            counts.append({"gpus": count})
+    return counts
+
+
+def _strategies(spec: PlanSpec) -> list[Changes]:
+    """The plan's own strategy, and all that can do it; a group is a node, or half of the ranks in one node."""
+    node = spec.gpus_per_node
+    group = node if spec.gpus > node else spec.gpus // 2
     strategies: list[Changes] = [{"strategy": spec.strategy, "shard_size": spec.shard_size}]
     for name, row in STRATEGY_ROWS.items():
         if row.can_offload or not spec.offload:
-            # a group is a node, or half of the ranks where there is one node
-            group = node if spec.gpus > node else spec.gpus // 2
             strategies.append({"strategy": name, "shard_size": group if row.in_groups else None})
-    return {
-        "world-size": [{"gpus": count} for count in counts],
-        "strategy": strategies,
-        "tp": [{"tensor_parallel": ways} for ways in sorted({1, 2, 4, 8, spec.tensor_parallel})],
-        "checkpoint": [{"checkpointing": name} for name in dict.fromkeys((*CHECKPOINTINGS, spec.checkpointing))],
-    }
+    return strategies
 
 
 def micro_batches(sequences: int, own: int) -> list[int]:
@@ -189,15 +205,18 @@ def micro_batches(sequences: int, own: int) -> list[int]:
 
 def _all_plans(spec: PlanSpec, sequences: int, keep: Collection[str]) -> tuple[int, list[Candidate]]:
     """Return how many plans there are on all axes, and those that fit, each once."""
-    every_axis = axes(spec)
-    values = [
-        [{name: getattr(spec, name) for name in choices[0]}] if axis in keep else choices
-        for axis, choices in every_axis.items()
-    ]
-    planned, fitting = 0, dict[PlanSpec, Candidate]()
+    values = []
+    for axis, choices in axes(spec).items():
+        if axis in keep:
+            choices = [{name: getattr(spec, name) for name in choices[0]}]
+        values.append(choices)
+    planned = 0
+    fitting: dict[PlanSpec, Candidate] = {}
     for combination in product(*values):
         mesh = changed(spec, micro_batch=1, grad_accum=1, **_joined(combination))
-        if mesh is None or mesh.shards * mesh.replicas == 1 and mesh.strategy != spec.strategy:
+        if mesh is None:
+            continue
+        if mesh.shards * mesh.replicas == 1 and mesh.strategy != spec.strategy:
             continue  # on one rank all strategies are the same
         a_rank, rest = divmod(sequences, mesh.data_ranks)
         counts = [] if rest else micro_batches(a_rank, spec.micro_batch)
@@ -215,14 +234,17 @@ def _all_plans(spec: PlanSpec, sequences: int, keep: Collection[str]) -> tuple[i
 
 
 def _joined(combination: Sequence[Changes]) -> Changes:
-    return {name: value for changes in combination for name, value in changes.items()}
+    joined: dict[str, Any] = {}
+    for changes in combination:
+        joined |= changes
+    return joined
 
 
 # ---- the best of them
 
 
 def _best(
-    plans: Sequence[Candidate], own: PlanSpec, cost: Callable[[Candidate], float], prefer_gpus: bool = False
+    plans: Sequence[Candidate], given: PlanSpec, cost: Callable[[Candidate], float], prefer_gpus: bool = False
 ) -> Candidate | None:
     """Return, of the plans whose cost is the least within EQUAL, the one that changes least; then the smallest."""
     if not plans:
@@ -232,40 +254,49 @@ def _best(
 
     def preference(candidate: Candidate) -> tuple[float, ...]:
         gpus = -candidate.spec.gpus if prefer_gpus else 0
-        return gpus, changes_of(candidate.spec, own), candidate.peak
+        return gpus, changes_of(candidate.spec, given), candidate.peak
 
     return min(equal, key=preference)
 
 
-def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
+def changes_of(spec: PlanSpec, given: PlanSpec) -> int:
     """Return how many choices of a plan differ from the given one, beside its batch and its GPUs."""
     names = ("strategy", "tensor_parallel", "checkpointing")
-    return sum(getattr(spec, name) != getattr(own, name) for name in names)
+    return sum(getattr(spec, name) != getattr(given, name) for name in names)
 
 
 def _best_single_change(own: Candidate, sequences: int, keep: Collection[str]) -> SingleChange | None:
     """Return the fastest single change that fits, if it is faster than the given plan or that one does not fit."""
-    fitting = []
     tried = [*_single_changes(own.spec, sequences, keep)]
     if not own.fits:
-        tried += [change for row in ROWS if row.kind in _MORE_SINGLES for change in row.changes(own.spec)]
+        for row in ROWS:
+            if row.kind in _MORE_SINGLES:
+                tried += row.changes(own.spec)
+    fitting = []
     for changes in tried:
         other = changed(own.spec, grad_accum=1, **changes)
-        passes, rest = divmod(sequences, other.micro_batch * other.data_ranks) if other else (0, 0)
-        if other and passes and not rest:
+        if other is None:
+            continue
+        passes, rest = divmod(sequences, other.micro_batch * other.data_ranks)
+        if passes and not rest:
             candidate = candidate_of(replace(other, grad_accum=passes))
             if candidate.fits:
                 fitting.append(SingleChange(changes, candidate))
-    best = min(fitting, key=lambda change: change.candidate.expected_s, default=None)
-    if best is None or own.fits and best.candidate.expected_s >= (1 - EQUAL) * own.expected_s:
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda change: change.candidate.expected_s)
+    if own.fits and best.candidate.expected_s >= (1 - EQUAL) * own.expected_s:
         return None
     return best
 
 
 def _single_changes(spec: PlanSpec, sequences: int, keep: Collection[str]) -> Iterator[Changes]:
     for axis, choices in axes(spec).items():
-        if axis not in ("world-size", *keep):
-            yield from (changes for changes in choices if any(getattr(spec, at) != changes[at] for at in changes))
+        if axis in ("world-size", *keep):
+            continue
+        for changes in choices:
+            if any(getattr(spec, name) != value for name, value in changes.items()):
+                yield changes
     if "batch-size" not in keep:
         for count in micro_batches(sequences // spec.data_ranks, spec.micro_batch):
             if count != spec.micro_batch:
@@ -278,45 +309,47 @@ def _single_changes(spec: PlanSpec, sequences: int, keep: Collection[str]) -> It
 def exposed_part(candidate: Candidate) -> float:
     """Return the part of a step that waits for communication; 0 where no times are known."""
     time = candidate.plan.time
-    return max(0.0, time.exposed_s / time.step_s) if time else 0.0
+    if time is None:
+        return 0.0
+    return max(0.0, time.exposed_s / time.step_s)
 
 
-def why_fastest(found: Fit, chosen: Candidate) -> str:
+def why_fastest(answers: Fit, chosen: Candidate) -> str:
     """Return what the step of the fastest plan is made of."""
-    fits = "certainly fits" if chosen.certain else "is likely to fit"
     if chosen.plan.time is None:
         return "Its times are not known, so it is the plan that needs least memory"
-    waits = f"{percent(exposed_part(chosen))} of a step waits for communication"
-    return f"No plan that {fits} is more than {percent(EQUAL)} faster: {waits}"
+    fits = "certainly fits" if chosen.certain else "is likely to fit"
+    waits = percent(exposed_part(chosen))
+    return f"No plan that {fits} is more than {percent(EQUAL)} faster: {waits} of a step waits for communication"
 
 
-def why_cheapest(found: Fit, chosen: Candidate) -> str:
+def why_cheapest(answers: Fit, chosen: Candidate) -> str:
     """Return what its GPU-hours are beside those of the fastest plan."""
-    fast = found.fastest
+    fast = answers.fastest
     assert fast is not None, "where there is a cheapest plan there is a fastest one"
     if chosen.spec == fast.spec:
-        fewer = "fewer GPUs were not tried" if "world-size" in found.kept else "fewer GPUs do not save GPU time"
+        fewer = "fewer GPUs were not tried" if "world-size" in answers.kept else "fewer GPUs do not save GPU time"
         return f"It is the fastest one: {fewer}"
-    saved = 1 - chosen.gpu_seconds / fast.gpu_seconds
+    saved = percent(1 - chosen.gpu_seconds / fast.gpu_seconds)
     longer = chosen.expected_s / fast.expected_s
-    waits, waited = exposed_part(chosen), exposed_part(fast)
+    waits, waited = percent(exposed_part(chosen)), percent(exposed_part(fast))
+    gpus = f"{chosen.spec.gpus} of {fast.spec.gpus} GPUs"
     return (
-        f"A token takes {percent(saved)} less GPU time than in the fastest plan: {percent(waits)} of a step in place of"
-        f" {percent(waited)} waits for communication; the training takes {longer:.1f} times as long on"
-        f" {chosen.spec.gpus} of {fast.spec.gpus} GPUs"
+        f"A token takes {saved} less GPU time than in the fastest plan: {waits} of a step in place of {waited} waits"
+        f" for communication; the training takes {longer:.1f} times as long on {gpus}"
     )
 
 
-def why_safest(found: Fit, chosen: Candidate) -> str:
+def why_safest(answers: Fit, chosen: Candidate) -> str:
     """Return what it leaves free at the upper end of the band, and what that costs."""
-    assert found.fastest is not None, "where there is a safest plan there is a fastest one"
+    assert answers.fastest is not None, "where there is a safest plan there is a fastest one"
     free = chosen.spec.gpu.memory_bytes - chosen.needed
-    speed = found.fastest.expected_s / chosen.expected_s
-    room = f"leaves {size(free)} of the card free" if free >= 0 else f"lacks {size(-free)}"
-    return (
-        f"It needs {size(chosen.needed)} with the allocator's reserve and the upper end of the band, which {room}, at"
-        f" {percent(speed)} of the fastest plan's speed"
-    )
+    speed = percent(answers.fastest.expected_s / chosen.expected_s)
+    room = f"leaves {size(free)} of the card free"
+    if free < 0:
+        room = f"lacks {size(-free)}"
+    needs = f"It needs {size(chosen.needed)} with the allocator's reserve and the upper end of the band"
+    return f"{needs}, which {room}, at {speed} of the fastest plan's speed"
 
 
 WHY = {"fastest": why_fastest, "cheapest": why_cheapest, "safest": why_safest}

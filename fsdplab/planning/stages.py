@@ -18,16 +18,21 @@ _ZERO_BUBBLE = 1 / 3  # of 1f1b's bubble, what ZB-H1 leaves where a backward tak
 
 
 def stages(spec: PlanSpec) -> Iterator[tuple[int, PlanSpec]]:
-    """Number and plan of those stages that may have most work or need most memory: the first two and the last."""
+    """Yield number and plan of those stages that may have most work or need most memory: the first two and the last."""
     count = spec.pipeline_parallel
     for index in sorted({0, min(1, count - 1), count - 1}):
         yield index, _stage(spec, index)
 
 
 def _stage(spec: PlanSpec, index: int) -> PlanSpec:
-    count, gpus = spec.pipeline_parallel, spec.gpus // spec.pipeline_parallel
-    layers = spec.model.layers // count + (index < spec.model.layers % count)
-    per_node = spec.gpus_per_node if gpus <= spec.gpus_per_node else math.gcd(gpus, spec.gpus_per_node)
+    count = spec.pipeline_parallel
+    gpus = spec.gpus // count
+    per_node = spec.gpus_per_node
+    if gpus > per_node:
+        per_node = math.gcd(gpus, per_node)
+    layers, rest = divmod(spec.model.layers, count)
+    if index < rest:
+        layers += 1
     model = spec.model.stage(layers, first=index == 0, last=index == count - 1)
     if model.mixture and index:  # dense blocks are the model's first
         model = replace(model, mixture=replace(model.mixture, dense_layers=0))
@@ -37,27 +42,33 @@ def _stage(spec: PlanSpec, index: int) -> PlanSpec:
 
 
 def waiting(spec: PlanSpec, index: int) -> float:
-    """Micro-batches whose activations a stage keeps beside those of the one that it computes; a part of one where the
-    stage holds several parts of the model (Narayanan et al. 2021, section 2.2: its warm-up).
+    """Count the micro-batches whose activations a stage keeps beside those of the one that it computes.
+
+    It is a part of one where the stage holds several parts of the model (Narayanan et al. 2021, section 2.2: its
+    warm-up).
     """
-    count, parts, most = spec.pipeline_parallel, spec.virtual_stages, spec.grad_accum
+    behind = spec.pipeline_parallel - index  # stages from this one to the last
+    parts, most = spec.virtual_stages, spec.grad_accum
     if parts == 1:
-        return min(most, count - index) - 1
-    under_way = 2 * (count - index - 1) + (parts - 1) * count + 1
+        return min(most, behind) - 1
+    under_way = 2 * (behind - 1) + (parts - 1) * spec.pipeline_parallel + 1
     return max(0.0, min(most * parts, under_way) / parts - 1)
 
 
 def bubble(spec: PlanSpec) -> float:
-    """Of the seconds that a stage computes, what it stands idle for: (p - 1) / (v m).
+    """Return the part of its seconds of compute that a stage stands idle for: (p - 1) / (v m).
 
     Four stages with 8 micro-batches: 3/8.
     """
     idle = (spec.pipeline_parallel - 1) / (spec.virtual_stages * spec.grad_accum)
-    return idle * (_ZERO_BUBBLE if spec.schedule == "zero-bubble" else 1.0)
+    if spec.schedule == "zero-bubble":
+        return idle * _ZERO_BUBBLE
+    return idle
 
 
 def sent_between_stages(spec: PlanSpec) -> float:
-    """Bytes of one micro-batch that a rank sends to its neighbour: the residual stream, cut as tensor parallelism cuts
-    it.
+    """Return the bytes of one micro-batch that a rank sends to its neighbour.
+
+    It is the residual stream, cut as tensor parallelism cuts it.
     """
     return spec.tokens * spec.model.width * spec.stream_bytes / spec.tensor_parallel

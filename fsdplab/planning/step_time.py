@@ -28,7 +28,7 @@ from .efficiency import (
     SLOWED_BY_SECONDS,
     attention_of,
     efficiency_of,
-)  # fmt: skip
+)
 from .hardware import Gpu
 from .host import copied_bytes, copies, host_optimizer_s
 from .memory import adapters, all_units
@@ -42,7 +42,7 @@ from .plan_traffic import (
     owners_step,
     plan_traffic,
     transfer_of,
-)  # fmt: skip
+)
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, copies_seconds, step_seconds
 from .stages import bubble, stages
 
@@ -70,9 +70,10 @@ class StepTime:
 
 
 def step_time(spec: PlanSpec) -> StepTime:
-    """The step's seconds. Raises PlanError for a GPU of unknown FLOP/s."""
+    """Predict the step's seconds; of a pipeline those of the slowest stage. PlanError for a GPU of unknown FLOP/s."""
     if spec.pipeline_parallel > 1:
-        return max((_of_stage(spec, stage) for _, stage in stages(spec)), key=lambda time: time.step_s)
+        by_stage = (_of_stage(spec, stage) for _, stage in stages(spec))
+        return max(by_stage, key=lambda time: time.step_s)
     rows = plan_traffic(spec)
     return time_of(spec, _work(spec, rows), rows)
 
@@ -90,27 +91,38 @@ def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
     send = next(row for row in plan_traffic(spec) if row.axis == "pipeline")
     sent_s = send.count * transfer_of(spec, send).seconds
     return StepTime(
-        own.step_s + idle_s + sent_s, own.compute_s, own.communication_s + sent_s, own.exposed_s + idle_s + sent_s
+        step_s=own.step_s + idle_s + sent_s,
+        compute_s=own.compute_s,
+        communication_s=own.communication_s + sent_s,
+        exposed_s=own.exposed_s + idle_s + sent_s,
     )
 
 
 def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
-    """The seconds of a step of `work`, which sends `rows`."""
-    step_s, alone_s = step_seconds(work), sum(row.count * transfer_of(spec, row).seconds for row in rows)
-    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s, slowed_s=work.slowed_s)
+    """Time a step of `work`, which sends `rows`."""
+    step_s = step_seconds(work)
+    alone_s = sum(row.count * transfer_of(spec, row).seconds for row in rows)
+    time = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s, slowed_s=work.slowed_s)
     if not spec.offload:
-        return found
-    exposed_s = step_s - step_seconds(work.without_copies)
-    return replace(found, host_optimizer_s=work.optimizer_s, copies_s=copies_seconds(work), exposed_copies_s=exposed_s)
+        return time
+    return replace(
+        time,
+        host_optimizer_s=work.optimizer_s,
+        copies_s=copies_seconds(work),
+        exposed_copies_s=step_s - step_seconds(work.without_copies),
+    )
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
-    """What the units of a plan's step compute and send; raises PlanError for a GPU of unknown FLOP/s, for a pipeline,
-    whose stages differ, and for a step of too many events.
+    """Return what the units of a plan's step compute and send.
+
+    Raises PlanError for a GPU of unknown FLOP/s, for a pipeline, whose stages differ, and for a step of too many
+    events.
     """
     if spec.pipeline_parallel > 1:
         raise PlanError("a pipeline is planned in closed form, and its step not unit by unit; leave --pp out")
-    if (passes := spec.model.layers * spec.grad_accum) > MOST_PASSES:
+    passes = spec.model.layers * spec.grad_accum
+    if passes > MOST_PASSES:
         raise PlanError(
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
             f" passes; expected at most {MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
@@ -120,79 +132,119 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
 
 def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None = None) -> StepWork:
     compute = Compute(spec, efficiency)
-    root, block, longer_s = _units(spec, rows, compute)
+    has_root = bool(spec.model.root)  # a stage in the middle has no root of its own
+    root_holds = Holds(has_root, has_root and not spec.lora_rank)
+    root = unit_work(spec, rows, ROOT, compute.head_s, root_holds, _copies(spec, ROOT))
+    block = unit_work(spec, rows, BLOCK, compute.block_s, Holds(), _copies(spec, BLOCK))
+    longer_s = 0.0
+    if compute.fitted:
+        longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers)
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
     return planned_work(spec, rows, [root, *blocks], compute.optimizer_s, longer_s)
 
 
-def _units(spec: PlanSpec, rows: Sequence[AxisTraffic], compute: Compute) -> tuple[UnitWork, UnitWork, float]:
-    """The root, one of the blocks, and the seconds by which a step is longer since collectives run beside compute."""
-    has = bool(spec.model.root)  # a stage in the middle has no root of its own
-    head_s = compute.head_forward_s, compute.head_backward_s
-    root, block = (
-        unit_work(spec, rows, unit, computes_s, holds, copies(spec, *copied_bytes(spec, unit)) if spec.offload else {})
-        for unit, computes_s, holds in (
-            (ROOT, head_s, Holds(has, has and not spec.lora_rank)), (BLOCK, compute.block_s, Holds())
-        )
-    )  # fmt: skip
-    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
-    return root, block, longer_s
+def _copies(spec: PlanSpec, unit: str) -> Mapping[str, Transfer]:
+    """The copies of the root or a block from and to host memory; none without offload."""
+    if not spec.offload:
+        return {}
+    shard_bytes, gradient_bytes = copied_bytes(spec, unit)
+    return copies(spec, shard_bytes, gradient_bytes)
 
 
 def planned_work(
     spec: PlanSpec, rows: Sequence[AxisTraffic], units: Sequence[UnitWork], optimizer_s: float, slowed_s: float
 ) -> StepWork:
-    """A step of these units, the root first, with the choices of `spec`; nothing that the optimizer's step sends is
-    taken as hidden.
+    """Join these units, the root first, into a step with the choices of `spec`.
+
+    Nothing that the optimizer's step sends is taken as hidden.
     """
     root, *blocks = units
-    sends = [row for row in rows if row.unit == OPTIMIZER]
-    exchange = tuple(transfer_of(spec, row) for row in sends for _ in range(round(row.count)))
+    exchange: list[Transfer] = []
+    for row in rows:
+        if row.unit == OPTIMIZER:
+            exchange += [transfer_of(spec, row)] * round(row.count)
     return StepWork(
-        root, tuple(blocks), optimizer_s, exchange, spec.prefetch, spec.grad_accum,
-        sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas, slowed_s=slowed_s,
-    )  # fmt: skip
+        root,
+        tuple(blocks),
+        optimizer_s,
+        tuple(exchange),
+        spec.prefetch,
+        spec.grad_accum,
+        sharing=spec.sharing,
+        shards=spec.shards,
+        replicas=spec.replicas,
+        slowed_s=slowed_s,
+    )
 
 
 def unit_work(
-    spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, computes_s: tuple[float, float], holds: Holds,
+    spec: PlanSpec,
+    rows: Sequence[AxisTraffic],
+    unit: str,
+    computes_s: tuple[float, float],
+    holds: Holds,
     copied: Mapping[str, Transfer] = MappingProxyType({}),
-) -> UnitWork:  # fmt: skip
-    """A unit with seconds of its forward and backward, what it sends of `rows`, and its copies from and to the host."""
+) -> UnitWork:
+    """Make a unit from the seconds of its forward and backward, what it sends of `rows`, and its copies."""
     sent = dict(copied)
-    inline: tuple[list[Transfer], list[Transfer]] = [], []
-    for row in (each for each in rows if each.unit == unit):
+    forward_s, backward_s = computes_s
+    in_forward: list[Transfer] = []
+    in_backward: list[Transfer] = []
+    for row in rows:
+        if row.unit != unit:
+            continue
         transfer = transfer_of(spec, row)
-        for phase, count in zip(inline, row.inline):
-            phase += [transfer] * count
-        if not any(row.inline):
-            sent[row.kind] = transfer if row.kind not in sent else sent[row.kind].followed_by(transfer)
-    if spec.async_tensor:  # its collectives go on beside the products that they feed
-        computes_s = tuple(  # type: ignore[assignment]
-            max(seconds, sum(each.seconds for each in phase if each.axis == "tensor"))
-            for seconds, phase in zip(computes_s, inline)
-        )
-        inline = tuple([each for each in phase if each.axis != "tensor"] for phase in inline)  # type: ignore[assignment]
-    return UnitWork(unit, *computes_s, sent, tuple(inline[0]), tuple(inline[1]), holds)
+        if any(row.inline):  # they stand between the products
+            forwards, backwards = row.inline
+            in_forward += [transfer] * forwards
+            in_backward += [transfer] * backwards
+        elif row.kind in sent:
+            sent[row.kind] = sent[row.kind].followed_by(transfer)
+        else:
+            sent[row.kind] = transfer
+    if spec.async_tensor:
+        forward_s, in_forward = _beside_tensor(forward_s, in_forward)
+        backward_s, in_backward = _beside_tensor(backward_s, in_backward)
+    return UnitWork(unit, forward_s, backward_s, sent, tuple(in_forward), tuple(in_backward), holds)
+
+
+def _beside_tensor(seconds: float, inline: Sequence[Transfer]) -> tuple[float, list[Transfer]]:
+    """The seconds of a phase whose tensor-parallel collectives go on beside the products that they feed, and the other
+    collectives between its products.
+    """
+    tensor_s = sum(transfer.seconds for transfer in inline if transfer.axis == "tensor")
+    others = [transfer for transfer in inline if transfer.axis != "tensor"]
+    return max(seconds, tensor_s), others
 
 
 def slowed_s(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: UnitWork, alike: int = 1) -> float:
-    """Seconds by which a step is longer since collectives run beside the compute of so many units like `unit`.
+    """Predict by how many seconds a step is longer since collectives run beside the compute of so many units like
+    `unit`.
 
     They slow down no more than what computes meanwhile, and what they expose anyway is not counted again. A plan adds
     these seconds behind the step as a whole.
     """
-    beside = {True: (0.0, 0.0), False: (0.0, 0.0)}  # gathers, others: seconds, and those of the bytes on the GPU's link
-    rate, passes = LINK_EFFICIENCY * spec.gpu.link.bytes_per_s, spec.grad_accum * alike
+    rate = LINK_EFFICIENCY * spec.gpu.link.bytes_per_s
+    passes = spec.grad_accum * alike
+    # seconds of a pass, and seconds of its bytes on the GPU's own link
+    gathers_s = gathered_bytes_s = others_s = other_bytes_s = 0.0
     for row in rows:
-        if row.unit == unit.name and not any(row.inline):
-            each, (alone_s, bytes_s) = row.count / passes, beside[row.kind == "all_gather"]
-            alone_s, bytes_s = alone_s + each * transfer_of(spec, row).seconds, bytes_s + each * row.wire_bytes / rate
-            beside[row.kind == "all_gather"] = alone_s, bytes_s
+        if row.unit != unit.name or any(row.inline):
+            continue
+        count = row.count / passes
+        alone_s, bytes_s = count * transfer_of(spec, row).seconds, count * row.wire_bytes / rate
+        if row.kind == "all_gather":
+            gathers_s += alone_s
+            gathered_bytes_s += bytes_s
+        else:
+            others_s += alone_s
+            other_bytes_s += bytes_s
     first = 0.5 if spec.row.reshards_after_forward else 1.0  # the part of the gathers that is for forwards
-    in_forward = (first * seconds for seconds in beside[True])
-    in_backward = ((1 - first) * gather + other for gather, other in zip(beside[True], beside[False]))
-    return passes * (_longer_s(unit.forward_s, *in_forward) + _longer_s(unit.backward_s, *in_backward))
+    in_forward_s = _longer_s(unit.forward_s, first * gathers_s, first * gathered_bytes_s)
+    in_backward_s = _longer_s(
+        unit.backward_s, (1 - first) * gathers_s + others_s, (1 - first) * gathered_bytes_s + other_bytes_s
+    )
+    return passes * (in_forward_s + in_backward_s)
 
 
 def _longer_s(compute_s: float, alone_s: float, bytes_s: float) -> float:
@@ -201,39 +253,47 @@ def _longer_s(compute_s: float, alone_s: float, bytes_s: float) -> float:
 
 
 def launch_s(parameters: int) -> float:
-    """The least seconds of a forward of a unit with so many parameters, which its host needs to launch it."""
+    """Return the least seconds of a forward of a unit with so many parameters: its host needs them to launch it."""
     return LAUNCH_S * LAUNCHES * parameters
 
 
 def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:
-    """The same work with the bandwidths of `spec`, which may differ from the work's own plan in these alone."""
+    """Return the same work with the bandwidths of `spec`, which may differ from the work's own plan in these alone."""
     rates = {axis: axis_link(spec, axis).bytes_per_s for axis in AXES}
-    return work.on_links(lambda each: replace(each, bytes_per_s=rates.get(each.axis, each.bytes_per_s)))
+
+    def at_new_rate(transfer: Transfer) -> Transfer:
+        return replace(transfer, bytes_per_s=rates.get(transfer.axis, transfer.bytes_per_s))
+
+    return work.on_links(at_new_rate)
 
 
 def peak_flops(gpu: Gpu) -> float:
-    """FLOP/s in bf16 that efficiencies refer to; raises PlanError where no figure is known."""
-    found = gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name)
-    if found is None:
+    """Return the FLOP/s in bf16 that efficiencies refer to; raises PlanError where no figure is known."""
+    flops = gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name)
+    if flops is None:
         raise PlanError(f"no bf16 FLOP/s are known for {gpu.name} ({gpu.source}); give another GPU")
-    return found
+    return flops
 
 
 def has_known_flops(gpu: Gpu) -> bool:
-    """Whether times can be predicted for a GPU."""
+    """Return whether times can be predicted for a GPU."""
     return bool(gpu.bf16_flops or _ASSUMED_FLOPS.get(gpu.name))
 
 
 def model_flops(spec: PlanSpec) -> float:
-    """Arithmetic of a step over all GPUs without any recomputation: 6 a parameter that is multiplied, and attention's
-    12 x layers x width x context a token (Chowdhery et al. 2022, appendix B), causality not taken off. A frozen
-    parameter has no gradient of its own, and so 4; adapters have their 6.
+    """Count the arithmetic of a step over all GPUs without any recomputation.
+
+    It is 6 a parameter that is multiplied, and attention's 12 x layers x width x context a token (Chowdhery et al.
+    2022, appendix B), causality not taken off. A frozen parameter has no gradient of its own, and so 4; adapters have
+    their 6.
     """
     shape = spec.model
     multiplied = shape.layers * _multiplied(spec) * spec.tensor_parallel + shape.vocabulary * shape.width
-    adapted = adapters(shape.block, spec.lora_rank) if spec.lora_rank else []
-    trained = shape.layers * sum(each.count for each in adapted)
-    a_token = 2 * _passes(spec) * multiplied + 6 * trained + 12 * shape.layers * shape.query_width * spec.seq
+    trained = 0  # parameters of adapters
+    if spec.lora_rank:
+        trained = shape.layers * sum(factor.count for factor in adapters(shape.block, spec.lora_rank))
+    attention = 12 * shape.layers * shape.query_width * spec.seq
+    a_token = 2 * _passes(spec) * multiplied + 6 * trained + attention
     return a_token * spec.step_tokens
 
 
@@ -246,9 +306,16 @@ def _multiplied(spec: PlanSpec) -> float:
     """Elements of one block's matrices on one tensor-parallel rank that a token is multiplied by: of experts those of
     the ones that it takes, wherever they are.
     """
-    taken = spec.model.mixture.per_token if spec.model.mixture else 0
-    held = (each.on(spec.tensor_parallel) for each in spec.model.block if each.is_matrix)
-    return sum(each.count * taken / each.experts if each.experts else each.count for each in held)
+    mixture = spec.model.mixture
+    elements: float = 0
+    for parameter in spec.model.block:
+        if parameter.is_matrix:
+            held = parameter.on(spec.tensor_parallel)
+            if held.experts and mixture:
+                elements += held.count * mixture.per_token / held.experts
+            else:
+                elements += held.count
+    return elements
 
 
 class GpuRates(NamedTuple):
@@ -259,7 +326,7 @@ class GpuRates(NamedTuple):
 
 
 def rates_of(spec: PlanSpec, efficiency: float | None = None) -> GpuRates:
-    """Those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s."""
+    """Return those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s."""
     reached = efficiency or efficiency_of(spec.gpu).part
     flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
     return GpuRates(flops, HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
@@ -276,26 +343,24 @@ class Compute:
         reached = efficiency or efficiency_of(spec.gpu).part
         self.flops, self.bytes_per_s = rates_of(spec, reached)
         self.spec, self.fitted = spec, efficiency is None
-        products = self._products_s()
-        attention, attention_back = self._attention_s(reached)
-        moved = (
-            _elementwise_bytes(spec, EAGER_GPT if self.fitted else 1.0)
-            * spec.tokens
-            / spec.tensor_parallel
-            / self.bytes_per_s
-        )
-        restored = _restored_bytes(spec) / self.bytes_per_s
-        again = _recomputed_share(spec)
-        self.forward_s = products + attention + moved
-        backward_s = (_passes(spec) - 1) * products + attention_back + 2 * moved
-        self.backward_s = backward_s + again * products + (spec.checkpointing == "full") * attention
-        self.backward_s += (spec.checkpointing != "none") * (moved + restored) + restored
-        self.forward_s += restored
-        self.head_forward_s, self.head_backward_s = self._head_s()
-        moved = _optimizer_bytes(spec)
-        self.optimizer_s = host_optimizer_s(spec, moved) if spec.offload else moved / self.bytes_per_s
-        if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
-            self.optimizer_s += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
+        products_s = self._products_s()
+        attention_s, attention_backward_s = self._attention_s(reached)
+        moved = _elementwise_bytes(spec, EAGER_GPT if self.fitted else 1.0)
+        moved_s = moved * spec.tokens / spec.tensor_parallel / self.bytes_per_s
+        restored_s = _restored_bytes(spec) / self.bytes_per_s
+        self.forward_s = products_s + attention_s + moved_s + restored_s
+        # each operator twice, for the gradients of its input and of its parameters; then what is recomputed
+        backward_s = (_passes(spec) - 1) * products_s + attention_backward_s + 2 * moved_s
+        backward_s += _recomputed_share(spec) * products_s
+        if spec.checkpointing == "full":
+            backward_s += attention_s
+        if spec.checkpointing == "none":
+            backward_s += restored_s
+        else:
+            backward_s += moved_s + restored_s + restored_s
+        self.backward_s = backward_s
+        self.head_s = self._head_s()
+        self.optimizer_s = self._optimizer_s(reached)
 
     @property
     def block_s(self) -> tuple[float, float]:
@@ -303,10 +368,12 @@ class Compute:
 
         A compiled block launches few.
         """
-        spec = self.spec  # each expert that a rank holds has products of its own
-        kernels = sum(max(1, each.experts) for each in spec.held(spec.model.block))
-        least = launch_s(kernels) if self.fitted and not spec.compile else 0.0
-        return max(self.forward_s, least), max(self.backward_s, 2 * least)
+        if not self.fitted or self.spec.compile:
+            return self.forward_s, self.backward_s
+        # each expert that a rank holds has products of its own
+        kernels = sum(max(1, parameter.experts) for parameter in self.spec.held(self.spec.model.block))
+        least_s = launch_s(kernels)
+        return max(self.forward_s, least_s), max(self.backward_s, 2 * least_s)
 
     def _products_s(self) -> float:
         faster = FP8_SPEEDUP if self.spec.fp8 else 1.0
@@ -320,10 +387,12 @@ class Compute:
         flops = 4 * spec.model.query_width * spec.seq * spec.tokens / spec.tensor_parallel
         if not spec.flash:
             return flops / self.flops, 2 * flops / self.flops
-        usual = min(_USUAL_ATTENTION, reached)
-        parts = attention_of(spec.gpu, reached, spec.flash_1) if self.fitted else (usual, usual)
-        forward, backward = (part / reached * self.flops for part in parts)
-        return 0.5 * flops / forward, 2.5 * 0.5 * flops / backward
+        if self.fitted:
+            forward, backward = attention_of(spec.gpu, reached, spec.flash_1)
+        else:
+            forward = backward = min(_USUAL_ATTENTION, reached)
+        forward_rate, backward_rate = forward / reached * self.flops, backward / reached * self.flops
+        return 0.5 * flops / forward_rate, 2.5 * 0.5 * flops / backward_rate
 
     def _head_s(self) -> tuple[float, float]:
         """The head's product, and the loss: some 16 bytes a logit forward and 24 backward in float32; a fused kernel
@@ -331,10 +400,25 @@ class Compute:
         """
         spec = self.spec
         logits = spec.tokens * spec.model.logits_per_token / spec.tensor_parallel
-        product = 2 * logits * spec.model.width / self.flops
-        back = (_passes(spec) - 1) * product
-        first, then = (16, 24) if spec.loss == "eager" else (spec.param_bytes, 2 * spec.param_bytes)
-        return product + first * spec.logits / self.bytes_per_s, back + then * spec.logits / self.bytes_per_s
+        product_s = 2 * logits * spec.model.width / self.flops
+        backward_s = (_passes(spec) - 1) * product_s
+        in_forward, in_backward = spec.param_bytes, 2 * spec.param_bytes  # bytes a logit of the loss
+        if spec.loss == "eager":
+            in_forward, in_backward = 16, 24
+        return (
+            product_s + in_forward * spec.logits / self.bytes_per_s,
+            backward_s + in_backward * spec.logits / self.bytes_per_s,
+        )
+
+    def _optimizer_s(self, reached: float) -> float:
+        spec = self.spec
+        moved = _optimizer_bytes(spec)
+        seconds = moved / self.bytes_per_s
+        if spec.offload:
+            seconds = host_optimizer_s(spec, moved)
+        if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
+            seconds += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
+        return seconds
 
 
 def _elementwise_bytes(spec: PlanSpec, eager_gpt: float) -> float:
@@ -343,16 +427,22 @@ def _elementwise_bytes(spec: PlanSpec, eager_gpt: float) -> float:
     Eager Llama: a norm in float32 steps 32 bytes a channel, rotary 20, SwiGLU 10, two residual sums 12; compiled: each
     fused into one pass. GPT: fused norms 4 each, GELU 4.
     """
-    shape, scale = spec.model, spec.param_bytes / 2
+    shape = spec.model
     turned, inner = shape.query_width + shape.kv_width, shape.ffn_per_token
-    if not shape.gated:
-        moved = 8 * shape.width + 4 * inner if spec.compile else eager_gpt * (20 * shape.width + 4 * inner)
-    elif spec.compile:
+    moved: float
+    if shape.gated and spec.compile:
         moved = 16 * shape.width + 4 * turned + 6 * inner
-    else:
+    elif shape.gated:
         moved = (2 * 32 + 12) * shape.width + 20 * turned + 10 * inner
-    # a token's copies are sorted by expert, sorted back, and weighted: each read and written
-    routed = 12 * shape.mixture.per_token * shape.width + 12 * shape.mixture.count if shape.mixture else 0
+    elif spec.compile:
+        moved = 8 * shape.width + 4 * inner
+    else:
+        moved = eager_gpt * (20 * shape.width + 4 * inner)
+    routed = 0
+    if shape.mixture:
+        # a token's copies are sorted by expert, sorted back, and weighted: each read and written
+        routed = 12 * shape.mixture.per_token * shape.width + 12 * shape.mixture.count
+    scale = spec.param_bytes / 2
     return scale * (moved + routed + _adapter_channels(spec))
 
 
@@ -360,21 +450,27 @@ def _adapter_channels(spec: PlanSpec) -> float:
     """Bytes a token that adapters of a block add: each reads its matrix's input, writes its own result, and adds it."""
     if not spec.lora_rank:
         return 0.0
-    matrices = [each.shape for each in spec.model.block if each.is_matrix]
-    return sum(2 * (width_in + 3 * width_out) for width_out, width_in in matrices)
+    channels = 0
+    for parameter in spec.model.block:
+        if parameter.is_matrix:
+            width_out, width_in = parameter.shape
+            channels += width_in + 3 * width_out
+    return 2 * channels
 
 
 def _restored_bytes(spec: PlanSpec) -> float:
     """Bytes that are read and written to restore a quantised block once, for a forward or a backward."""
     base = BASE_BYTES[spec.base_dtype or spec.param_dtype]
-    return 0.0 if base == spec.param_bytes else (base + spec.param_bytes) * _multiplied(spec)
+    if base == spec.param_bytes:
+        return 0.0
+    return (base + spec.param_bytes) * _multiplied(spec)
 
 
 def _recomputed_share(spec: PlanSpec) -> float:
     """The part of a block's products that its backward computes again."""
     if spec.checkpointing != "selective":
         return float(spec.checkpointing in ("attention", "full"))
-    matrices = [each.count for each in spec.model.block if each.is_matrix]
+    matrices = [parameter.count for parameter in spec.model.block if parameter.is_matrix]
     return sum(matrices[1::2]) / sum(matrices)
 
 
@@ -382,6 +478,6 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     """Bytes that the optimizer moves for the elements that a rank updates: gradient, parameter and state read,
     parameter and state written; three times as much where its operators are not fused.
     """
-    every = all_units(spec)
-    once = 2 * every.optimizer_state + 3 * every.sharded_gradients
+    states = all_units(spec)
+    once = 2 * states.optimizer_state + 3 * states.sharded_gradients
     return 3 * once if spec.optimizer == "adamw-foreach" else once

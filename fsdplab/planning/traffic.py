@@ -50,7 +50,7 @@ def step_traffic(
     micro_batches: int = 1,
     replicas: int = 1,
 ) -> list[Traffic]:
-    """The collectives of one step under `strategy`, and their bytes.
+    """List the collectives of one step under `strategy`, and their bytes.
 
     Example: one unit of 1,000 float32 parameters on 2 ranks: full_shard sends 2 x 2,000 bytes in gathers and 2,000 in
     its reduction, 6,000 in all; no_shard sends 4,000. On one rank nothing travels. `hybrid_shard` cuts slices over
@@ -83,12 +83,18 @@ def step_traffic(
 
 
 def counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, int]:
-    """Gathers and reductions of a unit in a step. A unit that is resharded is gathered again for its backward; the root
-    never is.
+    """Count the gathers and the reductions of a unit in a step.
+
+    A unit that is resharded is gathered again for its backward; the root never is.
     """
-    again = row.reshards_after_forward and not is_root
-    gathers = 1 if row.gathers_once else micro_batches * (1 + again)
-    return gathers, 1 if row.reduces_once else micro_batches
+    gathers = reductions = micro_batches
+    if row.reshards_after_forward and not is_root:
+        gathers = 2 * micro_batches
+    if row.gathers_once:
+        gathers = 1
+    if row.reduces_once:
+        reductions = 1
+    return gathers, reductions
 
 
 @lru_cache(maxsize=4096)  # of a unit, whatever its tokens, its link and its other settings are
@@ -97,9 +103,18 @@ def _traffic(unit: UnitShapes, kind: str, count: int, shards: int, ranks: int, i
     of shards differs from rank to rank, and that of rank 0, which has least, is named.
     """
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
-    if kind == "all_reduce":
-        held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
-        logical, padding, rounds = layout.shard_bytes, layout.shard_bytes - held, 2
-    else:
-        logical, padding, rounds = layout.total_bytes, layout.padding_bytes, 1
-    return Traffic(unit.name, kind, count, logical, rounds * logical * (ranks - 1) // ranks, padding)
+    rounds, logical, padding = 1, layout.total_bytes, layout.padding_bytes
+    if kind == "all_reduce":  # a reduce-scatter and an all-gather
+        rounds, logical = 2, layout.shard_bytes
+        padding = layout.shard_bytes - first_rank_bytes(layout)
+    wire = rounds * logical * (ranks - 1) // ranks
+    return Traffic(unit.name, kind, count, logical, wire, padding)
+
+
+def first_rank_bytes(layout: Layout) -> int:
+    """Return the bytes of a layout that rank 0 holds, without padding; it has least of that."""
+    held = 0
+    for slot in layout.slots:
+        first_row, end = slot.span(0)
+        held += (end - first_row) * slot.row_bytes
+    return held

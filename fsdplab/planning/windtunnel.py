@@ -66,8 +66,8 @@ class Target:
 
 
 def wind_tunnel(cluster: Cluster, *, target_parameters: int, target_layers: int, tokens_per_gpu: int) -> Target:
-    """One step under full sharding of a model of `target_parameters` in `target_layers` equal units on `cluster`, in
-    which a GPU reads `tokens_per_gpu`; raises WindTunnelError. The example of this module's docstring:
+    """Predict one step under full sharding of a model of `target_parameters` in `target_layers` equal units on
+    `cluster`, in which a GPU reads `tokens_per_gpu`; raises WindTunnelError. The example of this module's docstring:
 
     >>> from .hardware import parse_cluster
     >>> llama = dict(target_parameters=8_030_261_248, target_layers=32)
@@ -80,14 +80,21 @@ def wind_tunnel(cluster: Cluster, *, target_parameters: int, target_layers: int,
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
     rows = step_traffic([layer], "full_shard", cluster.gpus, param_itemsize=_PARAM_BYTES, reduce_itemsize=_REDUCE_BYTES)
     times = [_row_s(cluster, row) for row in rows]
-    communication_s, latency_s = (target_layers * sum(each) for each in zip(*times))
-    name = f"{target_parameters / 1e9:.3g}B on {cluster.name}"
-    ratio, memory = communication_s / compute_s, cluster.gpu.memory_bytes
-    return Target(compute_s, communication_s, ratio, memory, latency_s, cluster.gpus, name)
+    communication_s = target_layers * sum(seconds for seconds, _ in times)
+    latency_s = target_layers * sum(latency_s for _, latency_s in times)
+    return Target(
+        compute_s,
+        communication_s,
+        ratio=communication_s / compute_s,
+        memory_bytes=cluster.gpu.memory_bytes,
+        latency_s=latency_s,
+        shards=cluster.gpus,
+        name=f"{target_parameters / 1e9:.3g}B on {cluster.name}",
+    )
 
 
 def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: int, ranks: int) -> LinkSpec:
-    """The link that gives a run here the target's ratio; raises WindTunnelError.
+    """Return the link that gives a run here the target's ratio; raises WindTunnelError.
 
     Of this run: seconds of compute a step (without communication), bytes that a rank sends in a step and the
     collectives it takes part in (an all-reduce counts twice), and the ranks of its ring. With C = ratio x compute_s
@@ -101,14 +108,15 @@ def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: 
     _positive(compute_s=compute_s, wire_bytes=wire_bytes, collectives=collectives, ranks=ranks)
     if ranks < 2:
         raise WindTunnelError("the wind tunnel's run has 1 rank, between which nothing travels; give at least 2 ranks")
-    spent_s, share = target.ratio * compute_s, target.latency_s / target.communication_s
+    spent_s = target.ratio * compute_s
+    share = target.latency_s / target.communication_s  # of latency
     latency_s = share * spent_s / (collectives * (ranks - 1))
     name = f"wind tunnel of {target.name}" if target.name else "wind tunnel"
     return LinkSpec(name, wire_bytes / ((1 - share) * spent_s), latency_s)
 
 
 def card_for(target: Target, *, parameters_here: int, target_parameters: int, ranks: int | None = None) -> int:
-    """Bytes of the emulated card: the GPU's memory x (bytes of model state a rank holds here / that a GPU holds there).
+    """Size the emulated card: the GPU's memory x (bytes of model state a rank holds here / that a GPU holds there).
 
     So the same part of the card is full of model state. With `ranks`, states are cut over them here and over the
     target's GPUs there; without, over equally many. Activations do not shrink by the same factor: give a batch that
@@ -126,14 +134,17 @@ def card_for(target: Target, *, parameters_here: int, target_parameters: int, ra
     ranks = target.shards if ranks is None else ranks
     _positive(parameters_here=parameters_here, target_parameters=target_parameters, ranks=ranks)
     # of parameters, gradients and Adam's moments, all of them cut: 16 bytes a parameter
-    here, there = _STATE_BYTES * parameters_here * (1 / ranks), _STATE_BYTES * target_parameters * (1 / target.shards)
+    here = _STATE_BYTES * parameters_here * (1 / ranks)
+    there = _STATE_BYTES * target_parameters * (1 / target.shards)
     return int(target.memory_bytes * here / there)
 
 
 def _row_s(cluster: Cluster, row: Traffic) -> tuple[float, float]:
     """Seconds of all collectives of one kind of one unit, and how many of them are latency."""
     steps = ring_steps(row.kind, cluster.gpus)
-    return row.count * transfer_s(cluster.link, row.wire_bytes, steps), row.count * transfer_s(cluster.link, 0, steps)
+    each_s = transfer_s(cluster.link, row.wire_bytes, steps)
+    latency_s = transfer_s(cluster.link, 0, steps)
+    return row.count * each_s, row.count * latency_s
 
 
 def _flops(cluster: Cluster, **counts: int) -> float:

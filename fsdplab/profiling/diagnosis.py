@@ -10,6 +10,7 @@ from fsdplab.profiling.step_facts import StepFacts, step_facts
 from fsdplab.records import RunRecord
 
 _MUCH = 0.1  # part of a step from which on what could be shorter is the answer
+_WORTH_LISTING = 0.01  # part of a step
 
 
 def diagnosis(record: RunRecord) -> str:
@@ -40,20 +41,25 @@ def named_finding(facts: StepFacts, listed: Sequence[Finding]) -> Finding | None
     return next((finding for finding in listed if finding.seconds >= _MUCH * facts.step_s), None)
 
 
-def _with_share(found: Finding, facts: StepFacts) -> str:
+def _with_share(finding: Finding, facts: StepFacts) -> str:
     """The finding's title, with the part of the step that it costs where the title does not say it."""
-    if not found.seconds or "%" in found.title:
-        return found.title
-    cost, step = seconds(found.seconds), seconds(facts.step_s)
-    return f"{found.title} ({cost} of a step of {step}, {percent(found.seconds / facts.step_s)})"
+    if not finding.seconds or "%" in finding.title:
+        return finding.title
+    cost, step = seconds(finding.seconds), seconds(facts.step_s)
+    return f"{finding.title} ({cost} of a step of {step}, {percent(finding.seconds / facts.step_s)})"
 
 
 def _breakdown(facts: StepFacts) -> str:
     """What the step consists of, the parts that are a hundredth of it."""
     worst = facts.worst
-    parts = {
-        "computing takes": worst.compute_ns, "exposed communication": worst.exposed_ns, "neither": worst.other_ns,
-    }  # fmt: skip
-    told = [f"{name} {percent(part / worst.step_ns)}" for name, part in parts.items() if part >= 0.01 * worst.step_ns]
-    first, *others = told or ["computing takes all"]
+    parts = [
+        ("computing takes", worst.compute_ns),
+        ("exposed communication", worst.exposed_ns),
+        ("neither", worst.other_ns),
+    ]
+    listed = []
+    for name, part_ns in parts:
+        if part_ns >= _WORTH_LISTING * worst.step_ns:
+            listed.append(f"{name} {percent(part_ns / worst.step_ns)}")
+    first, *others = listed or ["computing takes all"]
     return ", ".join([f"{first} of it", *others])

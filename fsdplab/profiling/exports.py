@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdplab.common.words import harmless
 from fsdplab.profiling.traces.chrome import ChromeTrace, as_trace_error, is_gzipped, nanoseconds
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.records import TABLES, RecordError, RunRecord
 from fsdplab.records.record import ORIGINS
+from fsdplab.records.tables import Row
 
 _HEADER = ("quantity", "origin")
 _APOSTROPHE = "'"
@@ -39,14 +40,19 @@ def traces_of(record: RunRecord) -> dict[int, Path]:
     if record.summary.traces and record.summary.traces.files:
         # only what was read a moment ago may lie anywhere: the paths in a run.json are somebody else's
         anywhere = isinstance(record, TracedRecord)
-        given = sorted(record.summary.traces.files.items())
-        return {rank: Path(path) if anywhere else record.path / Path(path).name for rank, path in given}
-    files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
-    found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
-    if not found:
+        traces = {}
+        for rank, path in sorted(record.summary.traces.files.items()):
+            traces[rank] = Path(path) if anywhere else record.path / Path(path).name
+        return traces
+    kept = {}
+    for file in sorted((record.path / "traces").glob("rank*.pt.trace.json*")):
+        name = _RANK.match(file.name)
+        if name:
+            kept[int(name.group(1))] = file
+    if not kept:
         why = "its traces were not kept with it" if record.table("breakdown") else "the run was not profiled"
         raise RecordError(f"{record.path} holds no traces: {why}. Record it again: fsdplab run --profile 3 ...")
-    return found
+    return kept
 
 
 def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
@@ -75,7 +81,7 @@ def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     """
     _refuse_foreign(Path(file), lambda text: '"mergedRanks"' in text)
     analyses = record.analyses if isinstance(record, TracedRecord) else ()
-    ahead = {each.rank: each.clock.ahead_ns for each in analyses}
+    ahead = {analysis.rank: analysis.clock.ahead_ns for analysis in analyses}
     return merge_traces(
         traces_of(record), file, ledger=record.table("ledger"), provenance=record.provenance, ahead_ns=ahead
     )
@@ -85,15 +91,15 @@ def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
     """Write each rank's CUDA memory snapshot as `rank<N>.pickle`, which pytorch.org/memory_viz opens; RecordError where
     the record has none.
     """
-    found = sorted((record.path / "snapshots").glob("rank*.snapshot.pickle.gz"))
-    if not found:
+    snapshots = sorted((record.path / "snapshots").glob("rank*.snapshot.pickle.gz"))
+    if not snapshots:
         raise RecordError(
             f"{record.path} holds no memory snapshots: they are made on CUDA only. Record it on a machine with GPUs:"
             " fsdplab run --profile 3 ..."
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    targets = {file: folder / file.name.replace(".snapshot.pickle.gz", ".pickle") for file in found}
+    targets = {file: folder / file.name.replace(".snapshot.pickle.gz", ".pickle") for file in snapshots}
     for file, target in targets.items():  # the format tells nothing of who wrote it
         if target.exists() and target.read_bytes() != gzip.decompress(file.read_bytes()):
             raise RecordError(f"{target} exists and is another snapshot, so it is not replaced; give another folder.")
@@ -114,18 +120,27 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder / "provenance.csv", lambda text: text.startswith(",".join(_HEADER)))
+    files: dict[Path, tuple[Sequence[str], Sequence[Row]]] = {}  # with their columns and rows
+    for name, columns in TABLES.items():
+        rows = record.table(name)
+        if rows:
+            files[folder / f"{name}.csv"] = (tuple(columns), rows)
     marks = [dict(zip(_HEADER, mark)) for mark in record.provenance.items()]
-    tables = {name: (tuple(columns), record.table(name)) for name, columns in TABLES.items() if record.table(name)}
-    files = {folder / f"{name}.csv": table for name, table in {**tables, "provenance": (_HEADER, marks)}.items()}
-    for file, (columns, _) in files.items():
-        _refuse_foreign(file, partial(_is_header, columns))
-    for file, (columns, rows) in files.items():
-        with file.open("w", newline="", encoding="utf-8") as opened:
-            known = [name for name in columns if not rows or name in rows[0]]
-            writer = csv.DictWriter(opened, known, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    files[folder / "provenance.csv"] = (_HEADER, marks)
+    for file, (header, _) in files.items():  # before any file is replaced
+        _refuse_foreign(file, partial(_is_header, header))
+    for file, (header, of_table) in files.items():
+        _write_csv(file, header, of_table)
     return list(files)
+
+
+def _write_csv(file: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Write those of the columns that the rows have."""
+    known = [name for name in columns if not rows or name in rows[0]]
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.DictWriter(opened, known, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
 
 
 def _cell(value: object) -> object:
@@ -160,6 +175,7 @@ def _is_header(columns: Iterable[str], text: str) -> bool:
 
 
 def _are_marks(text: str) -> bool:
+    """Whether each line of a text says where a quantity is from, as in `provenance.txt`."""
     return all(line.rpartition(": ")[2] in ORIGINS for line in text.splitlines())
 
 
@@ -196,7 +212,7 @@ def merge_traces(
             " first."
         )
     ranks = {rank: _clocked(path, (ahead_ns or {}).get(rank, 0)) for rank, path in sorted(traces.items())}
-    origin = min(first for _, _, first, _ in ranks.values())
+    origin = min(clocked.first for clocked in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w") as out:
@@ -204,17 +220,30 @@ def merge_traces(
             f'{{"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "mergedRanks":'
             f' {list(ranks)}, "provenance": {json.dumps(dict(provenance or {}))}, "traceEvents": [\n'
         )
-        events = [_renamed(rank, trace, base - origin) for rank, (trace, base, _, _) in ranks.items()]
-        passages = [_passages(rank, ledger, first, last, origin) for rank, (_, _, first, last) in ranks.items()]
+        events = [_renamed(rank, clocked.trace, clocked.base_ns - origin) for rank, clocked in ranks.items()]
+        passages = [_passages(rank, ledger, clocked, origin) for rank, clocked in ranks.items()]
         for index, event in enumerate(chain(*events, *passages)):
-            out.write((",\n" if index else "") + json.dumps(event))
+            if index:
+                out.write(",\n")
+            out.write(json.dumps(event))
         out.write("\n]}\n")
     return file
 
 
-def _clocked(path: str | Path, ahead_ns: int) -> tuple[ChromeTrace, int, int, int]:
-    """A trace, the base of its clock, and its earliest event and the last end in absolute ns."""
-    trace, first, last = ChromeTrace(path), None, 0
+class _Clocked(NamedTuple):
+    """A trace, the base of its clock, and its earliest event and the last end, in absolute ns."""
+
+    trace: ChromeTrace
+    base_ns: int
+    first: int
+    last: int
+
+
+def _clocked(path: str | Path, ahead_ns: int) -> _Clocked:
+    """Read through a trace for its first and last instant; its clock is `ahead_ns` ahead."""
+    trace = ChromeTrace(path)
+    first: int | None = None
+    last = 0
     with as_trace_error(trace.path):
         for event in trace:
             if event.get("ph") == "X":
@@ -222,25 +251,30 @@ def _clocked(path: str | Path, ahead_ns: int) -> tuple[ChromeTrace, int, int, in
                 first = start if first is None else min(first, start)
                 last = max(last, start + nanoseconds(event.get("dur", 0)))
     base = trace.base_ns - ahead_ns
-    return trace, base, base + (first or 0), base + last
+    return _Clocked(trace, base, base + (first or 0), base + last)
 
 
-def _passages(
-    rank: int, ledger: Sequence[dict[str, Any]], first: int, last: int, origin: int
-) -> Iterator[dict[str, Any]]:
+def _passages(rank: int, ledger: Sequence[dict[str, Any]], clocked: _Clocked, origin: int) -> Iterator[dict[str, Any]]:
     """What the emulated link carried for this rank while it was profiled."""
-    mine = [row for row in ledger if row["rank"] == rank and row["emulated"]]
-    mine = [row for row in mine if row["end_ns"] > first and row["start_ns"] < last]
+    carried = []
+    for row in ledger:
+        is_of_rank = row["rank"] == rank and row["emulated"]
+        if is_of_rank and row["end_ns"] > clocked.first and row["start_ns"] < clocked.last:
+            carried.append(row)
     process = _PROCESSES * rank + _PROCESSES - 1
-    if mine:
+    if carried:
         yield from _names(rank, "the emulated link", process)
-    for row in mine:
+    for row in carried:
         yield {
-            "ph": "X", "cat": "emulated", "name": f"{row['kind']} ({row['unit']}), emulated", "pid": process,
-            "tid": row["kind"], "ts": (row["start_ns"] - origin) / 1000,
+            "ph": "X",
+            "cat": "emulated",
+            "name": f"{row['kind']} ({row['unit']}), emulated",
+            "pid": process,
+            "tid": row["kind"],
+            "ts": (row["start_ns"] - origin) / 1000,
             "dur": (row["end_ns"] - row["start_ns"]) / 1000,
             "args": {"bytes": row["logical_bytes"], "phase": row["phase"], "step": row["step"]},
-        }  # fmt: skip
+        }
 
 
 def _renamed(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, Any]]:
@@ -263,6 +297,7 @@ def _renamed(rank: int, trace: ChromeTrace, shift: int) -> Iterator[dict[str, An
 
 
 def _names(rank: int, old: Any, new: int) -> Iterator[dict[str, Any]]:
+    """The events that name a process and give it its place in the view."""
     detail = "" if new % _PROCESSES == 0 else f" ({old})"
     yield {"ph": "M", "name": "process_name", "pid": new, "tid": 0, "args": {"name": f"rank {rank}{detail}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": new, "tid": 0, "args": {"sort_index": new}}

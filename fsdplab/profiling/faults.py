@@ -40,25 +40,28 @@ def _of_engine(facts: StepFacts) -> list[Row]:
     name no units, all that the loop has not called itself.
     """
     rows = facts.last_step
-    if any(row["unit"] for row in rows):
-        return [row for row in rows if row["unit"]]
-    own = Counter({name.removeprefix("own "): round(each.count) for name, each in _own(facts).items()})
-    kept = []
-    for row in sorted(rows, key=lambda each: each["logical_bytes"]):  # the loop's own are the smallest
-        if own[row["kind"]] > 0:
-            own[row["kind"]] -= 1
+    of_units = [row for row in rows if row["unit"]]
+    if of_units:
+        return of_units
+    own_left: Counter[str] = Counter()
+    for name, activity in _own(facts).items():
+        own_left[name.removeprefix("own ")] = round(activity.count)
+    of_engine = []
+    for row in sorted(rows, key=lambda row: row["logical_bytes"]):  # the loop's own are the smallest
+        if own_left[row["kind"]] > 0:
+            own_left[row["kind"]] -= 1
         else:
-            kept.append(row)
-    return kept
+            of_engine.append(row)
+    return of_engine
 
 
 def _own(facts: StepFacts) -> dict[str, Activity]:
     """The collectives that the loop calls itself in each step."""
-    named = {name: each for name, each in facts.activities.items() if name.startswith("own ")}
+    own = {name: activity for name, activity in facts.activities.items() if name.startswith("own ")}
     scalars = facts.activities.get("full_tensor")
     if scalars is not None and not is_state(scalars):
-        named["own full_tensor"] = scalars
-    return {name: each for name, each in named.items() if each.regular > REGULAR}
+        own["own full_tensor"] = scalars
+    return {name: activity for name, activity in own.items() if activity.regular > REGULAR}
 
 
 def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
@@ -71,62 +74,78 @@ def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
 
 
 def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Each reduction is made once for each micro-batch."""
+    """Claim reductions that are made once for each micro-batch."""
     times = micro_batches(facts)
     reductions = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
     if times < 2 or not reductions:
         return None
-    alike = Counter((row["unit"], row["kind"], row["logical_bytes"]) for row in reductions)
-    often = sum(nbytes * count for (_, _, nbytes), count in alike.items() if count >= times)
-    total = sum(row["logical_bytes"] for row in reductions)
-    if 2 * often <= total:
+    counts = Counter((row["unit"], row["kind"], row["logical_bytes"]) for row in reductions)
+    often_bytes = 0
+    for (_, _, nbytes), count in counts.items():
+        if count >= times:
+            often_bytes += nbytes * count
+    total_bytes = sum(row["logical_bytes"] for row in reductions)
+    if 2 * often_bytes <= total_bytes:
         return None
     ranks = facts.spec.get("world_size") or 2
     sent = sum(row["logical_bytes"] * bus_factor(row["kind"], row.get("group_size") or ranks) for row in reductions)
     avoidable = (times - 1) / times
     cost = _exposed(left, lambda cell: cell.kind in REDUCTIONS and cell.phase != "optimizer", avoidable)
-    return Fact(
-        kind, cost, values={"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)}
-    )
+    values = {"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)}
+    return Fact(kind, cost, values=values)
 
 
 def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Collectives of the loop's own in each step; a job without an engine reduces its gradients so, which is none."""
+    """Claim collectives of the loop's own in each step, without the gradients of a job that has no engine."""
     own = _own(facts)
     if facts.spec.get("engine") == "plain":
-        own = {name: each for name, each in own.items() if each.nbytes <= SMALL_BYTES * each.count}
+        own = {name: activity for name, activity in own.items() if activity.nbytes <= SMALL_BYTES * activity.count}
     if not own:
         return None
     longest = max(own, key=lambda name: own[name].seconds)
-    listed = ", ".join(_in_words(name, each) for name, each in own.items())
-    blocked = sum(each.seconds for each in own.values())
-    kinds = {name.removeprefix("own ") for name in own}
-    claimed = 0.0
-    parts = ("waiting_ns", "on_link_ns")
-    claimable = sum(left.of(part, lambda cell: not cell.unit and cell.kind in kinds) for part in parts)
-    for part in parts if 2 * claimable > blocked else ():
-        claim = left.claim(part, lambda cell: not cell.unit and cell.kind in kinds, at_most=blocked - claimed)
-        claimed += claim.seconds
-    values = {"listed": listed, "blocked": seconds(blocked), "which": longest.removeprefix("own ")}
+    blocked = sum(activity.seconds for activity in own.values())
+    values = {
+        "listed": ", ".join(_in_words(name, activity) for name, activity in own.items()),
+        "blocked": seconds(blocked),
+        "which": longest.removeprefix("own "),
+    }
     rank = own[longest].rank
+    claimed = _claim_own(left, {name.removeprefix("own ") for name in own}, blocked)
     if claimed:
         return Fact(kind, claimed, rank=rank, values=values)
     return Fact(kind, blocked, "step", rank=rank, values=values)
 
 
-def _in_words(name: str, each: Activity) -> str:
+def _claim_own(left: Unclaimed, kinds: set[str], blocked: float) -> float:
+    """Claim exposed time of the loop's own collectives, where that is most of the time for which they blocked it."""
+
+    def is_own(cell: ExposedCell) -> bool:
+        return not cell.unit and cell.kind in kinds
+
+    parts = ("waiting_ns", "on_link_ns")
+    claimable = sum(left.of(part, is_own) for part in parts)
+    if 2 * claimable <= blocked:
+        return 0.0
+    claimed = 0.0
+    for part in parts:
+        claimed += left.claim(part, is_own, at_most=blocked - claimed).seconds
+    return claimed
+
+
+def _in_words(name: str, activity: Activity) -> str:
     """`4 all_reduce of 4 B`."""
-    of = f" of {size(each.nbytes / each.count)}" if each.nbytes else ""
-    return f"{max(1, round(each.count))} {name.removeprefix('own ')}{of}"
+    calls = max(1, round(activity.count))
+    of_bytes = f" of {size(activity.nbytes / activity.count)}" if activity.nbytes else ""
+    return f"{calls} {name.removeprefix('own ')}{of_bytes}"
 
 
 def _without_own(facts: StepFacts) -> str:
     """What to do instead, by what the loop calls."""
-    own = {name.removeprefix("own "): each for name, each in _own(facts).items()}
+    own = {name.removeprefix("own "): activity for name, activity in _own(facts).items()}
     ways = []
     if any("barrier" in name for name in own):
         ways.append("Take the barrier out: a collective waits for its ranks by itself, and nothing else needs one.")
-    large = [name for name, each in own.items() if "broadcast" in name and each.nbytes > SMALL_BYTES]
+    large = [name for name, activity in own.items() if "broadcast" in name and activity.nbytes > SMALL_BYTES]
     if large:
         ways.append(
             "Take the broadcast out: ranks that begin with the same weights and step the same gradients stay equal, and"
@@ -141,7 +160,7 @@ def _without_own(facts: StepFacts) -> str:
 
 
 def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Many of an engine's collectives are so small that latency is all of them."""
+    """Claim an engine's collectives where many are so small that latency is all of them."""
     rows = [row for row in _of_engine(facts) if row["unit"]]
     small = [row for row in rows if row["logical_bytes"] < SMALL_BYTES]
     if len(small) < MANY or len(small) < SMALL_PART * len(rows):
@@ -158,21 +177,26 @@ def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _small_buckets(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """DDP's buckets are set smaller than PyTorch makes them."""
+    """Claim the all-reduces of DDP where its buckets are set smaller than PyTorch makes them."""
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
-    each_time = len(rows) / micro_batches(facts)
-    if not bucket or bucket >= BUCKET_BYTES or each_time < MANY / 2:
+    times = micro_batches(facts)
+    buckets = len(rows) / times
+    if not bucket or bucket >= BUCKET_BYTES or buckets < MANY / 2:
         return None
-    total = sum(row["logical_bytes"] for row in rows) / micro_batches(facts)
-    cost = _exposed(left, lambda cell: cell.kind == "all_reduce", 1 - 1 / each_time)
-    needed = max(1, math.ceil(total / 25e6))
-    values = {"count": round(each_time), "size": size(total / each_time), "bucket": size(bucket), "needed": needed}
+    total = sum(row["logical_bytes"] for row in rows) / times
+    cost = _exposed(left, lambda cell: cell.kind == "all_reduce", 1 - 1 / buckets)
+    values = {
+        "count": round(buckets),
+        "size": size(total / buckets),
+        "bucket": size(bucket),
+        "needed": max(1, math.ceil(total / 25e6)),
+    }
     return Fact(kind, cost, values=values)
 
 
 def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """DDP's buckets are set larger than PyTorch makes them, so that one holds all gradients."""
+    """Claim the all-reduce of DDP where its buckets are set so large that one holds all gradients."""
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
     if not bucket or bucket <= USUAL_BUCKET or len(rows) != micro_batches(facts):
@@ -185,44 +209,45 @@ def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _one_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """FSDP2 or FSDP1 around the whole model, and around nothing inside it."""
-    whole = facts.spec.get("job") and facts.spec.get("unit_count") == 1
-    if not whole or (facts.observed.get("parameters") or 0) < MANY:
+    """Claim all collectives of units where FSDP2 or FSDP1 is around the whole model, and around nothing inside it."""
+    is_one_unit = facts.spec.get("job") and facts.spec.get("unit_count") == 1
+    parameters = facts.observed.get("parameters") or 0
+    if not is_one_unit or parameters < MANY:
         return None
     moved = sum(row["logical_bytes"] for row in _of_engine(facts) if row["kind"] == "all_gather")
     cost = _exposed(left, lambda cell: bool(cell.unit))
-    return Fact(kind, cost, unit="root", values={"parameters": facts.observed["parameters"], "moved": size(moved)})
+    return Fact(kind, cost, unit="root", values={"parameters": parameters, "moved": size(moved)})
 
 
 def _not_ahead(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """FSDP2 on CPUs gathers ahead in the forward only where it is told to; on a GPU its host runs ahead by itself."""
+    """Claim forward gathers on CPUs, where FSDP2 gathers ahead only if it is told to; on a GPU its host runs ahead."""
+    is_told = facts.observed.get("prefetches_forward", True)
+    if is_told or facts.record.environment.get("device") != "cpu":
+        return None
     gathers = [row for row in _of_engine(facts) if row["kind"] == "all_gather" and row["phase"] == "forward"]
     units = {row["unit"] for row in gathers}
-    told = facts.observed.get("prefetches_forward", True) or facts.record.environment.get("device") != "cpu"
-    if told or len(units) < 3:
+    if len(units) < 3:
         return None
     claim = left.claim("on_link_ns", lambda cell: cell.kind == "all_gather" and cell.phase == "forward")
     return Fact(kind, claim.seconds, values={"count": len(gathers)})
 
 
 def _needless_resharding(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Units are gathered twice, although all of them unsharded would hardly raise the peak."""
+    """Claim backward gathers where all units unsharded would hardly raise the peak."""
     gathers = [row for row in _of_engine(facts) if row["kind"] == "all_gather" and row["unit"]]
     again = sum(row["logical_bytes"] for row in gathers if row["phase"] == "backward")
-    units = {row["unit"]: row["logical_bytes"] for row in gathers}
-    peak, whole = facts.record.summary.peak_memory_bytes.total, sum(units.values())
+    bytes_of_units = {row["unit"]: row["logical_bytes"] for row in gathers}
+    whole = sum(bytes_of_units.values())
+    peak = facts.record.summary.peak_memory_bytes.total
     if not again or not peak or not facts.spec.get("job") or whole > SMALL_UNITS * peak:
         return None
     cost = _exposed(left, lambda cell: cell.kind == "all_gather" and cell.phase == "backward")
-    return Fact(
-        kind,
-        cost,
-        values={"whole": size(whole), "peak": size(peak), "part": percent(whole / peak), "again": size(again)},
-    )
+    values = {"whole": size(whole), "peak": size(peak), "part": percent(whole / peak), "again": size(again)}
+    return Fact(kind, cost, values=values)
 
 
 def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Units stay unsharded from the forward to the backward, and are much of the peak."""
+    """Report units that stay unsharded from the forward to the backward, and are much of the peak."""
     peak = facts.record.summary.peak_memory_bytes
     kept = peak.split.get("unsharded_parameters", 0)
     strategy = STRATEGY_ROWS.get(facts.spec.get("strategy") or "")
@@ -236,7 +261,7 @@ def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _full_messages(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Products are computed in a short type, and messages are sent in fp32."""
+    """Claim half of what is sent in fp32, though products are computed in a short type."""
     short = facts.observed.get("autocast")
     if not short or short == "float32" or facts.spec.get("precision") != "fp32" or facts.observed.get("has_comm_hook"):
         return None
@@ -249,12 +274,15 @@ def _full_messages(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _find_unused(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """DDP was told to look for unused parameters, and not by transformers' Trainer, whose default it is."""
-    asked = facts.observed.get("find_unused_parameters") and facts.spec.get("trainer") != "Trainer"
-    return Fact(kind, 0.0, "step") if asked and not facts.observed.get("unused_parameters") else None
+    """Report a DDP that looks for unused parameters, and not by the default of transformers' Trainer."""
+    is_asked = facts.observed.get("find_unused_parameters") and facts.spec.get("trainer") != "Trainer"
+    if not is_asked or facts.observed.get("unused_parameters"):
+        return None
+    return Fact(kind, 0.0, "step")
 
 
 def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Claim the broadcasts of a model's buffers that do not change."""
     nbytes = facts.observed.get("buffer_bytes")
     if not nbytes or not facts.observed.get("broadcast_buffers") or facts.observed.get("buffers_change", True):
         return None
@@ -270,55 +298,95 @@ CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "
 
 FAULTS = (
     *LOOP_FAULTS,
-    fault_rule("own_collectives", _own_collectives,
-          "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
-          "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
-          _without_own, unless=["evaluation", "state_dict", "garbage_collection"]),
-    fault_rule("reduced_often", _reduced_often,
-          "Gradients are reduced {times} times a step, once for each micro-batch: {saved} of {sent} sent are avoidable",
-          "Backward runs {times} times before the optimizer steps, and {more} of the reductions add nothing that the"
-          " last one would not.", "{reduce_once}"),
-    fault_rule("one_unit", _one_unit,
-          "The whole model is one unit: {moved} are gathered at once, and nothing computes meanwhile",
-          "All {parameters} parameters are one unit: its all-gather has nothing to overlap with before it, its"
-          " reduction nothing after it, and all of it is in memory at once.",
-          lambda facts: facts.words["cut_into_blocks" if facts.spec.get("engine") == "lab" else "cut_unit"]),
-    fault_rule("small_units", _small_units,
-          "Units are too small: {small} of {count} collectives a step ({part}) are below {size}",
-          "Latency is all of a collective that is so small, and it does not shrink with the bytes.",
-          lambda facts: facts.words["blocks_as_units"]),
-    fault_rule("small_buckets", _small_buckets,
-          "DDP's buckets are too small: {count} all-reduces a step of {size} each, where {needed} would do",
-          "bucket_cap_mb is set to {bucket}; latency is most of such a collective.",
-          lambda facts: facts.words["fewer_units"]),
-    fault_rule("one_bucket", _one_bucket,
-          "All gradients are one bucket: the all-reduce of {size} begins when the backward has ended",
-          "bucket_cap_mb is set to {bucket}; of smaller buckets the first is sent while the others are computed.",
-          "DistributedDataParallel(model) with the default, bucket_cap_mb=25, whose first bucket has 1 MiB."),
-    fault_rule("sent_buffers", _sent_buffers,
-          "DDP broadcasts the model's buffers in each forward, {bytes}, although they do not change",
-          "The first rank sends them to all others before each forward ({times} a step).",
-          "DistributedDataParallel(model, broadcast_buffers=False)."),
-    fault_rule("needless_resharding", _needless_resharding,
-          "Units are gathered twice a step, although all of them together are {whole} of a peak of {peak} ({part})",
-          "They are dropped after the forward and gathered again for the backward: {again} a step.",
-          lambda facts: f"Keep them: {facts.words['keep_gathered']}."),
-    fault_rule("full_messages", _full_messages,
-          "Messages are sent in fp32{sent} although products are computed in {short}: half the bytes would do",
-          "Under autocast parameters and gradients stay in fp32, and so do all-gathers and reductions.",
-          lambda facts: f"Send in bf16 too: {facts.words['low_precision']}."),
-    fault_rule("find_unused", _find_unused,
-          "DDP looks for unused parameters in each step (find_unused_parameters), and there are none",
-          "It walks through the whole graph after each forward, and sends a map of what was used.",
-          "DistributedDataParallel(model, find_unused_parameters=False), the default."),
-    fault_rule("kept_units", _kept_units,
-          "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
-          "They are gathered once a step instead of twice; their memory is needed for as long.",
-          lambda facts: f"To lower the peak: {facts.words['reshard']}.", unless=["one_unit"]),
+    fault_rule(
+        "own_collectives",
+        _own_collectives,
+        "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
+        "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
+        _without_own,
+        unless=["evaluation", "state_dict", "garbage_collection"],
+    ),
+    fault_rule(
+        "reduced_often",
+        _reduced_often,
+        "Gradients are reduced {times} times a step, once for each micro-batch: {saved} of {sent} sent are avoidable",
+        "Backward runs {times} times before the optimizer steps, and {more} of the reductions add nothing that the"
+        " last one would not.",
+        "{reduce_once}",
+    ),
+    fault_rule(
+        "one_unit",
+        _one_unit,
+        "The whole model is one unit: {moved} are gathered at once, and nothing computes meanwhile",
+        "All {parameters} parameters are one unit: its all-gather has nothing to overlap with before it, its"
+        " reduction nothing after it, and all of it is in memory at once.",
+        lambda facts: facts.words["cut_into_blocks" if facts.spec.get("engine") == "lab" else "cut_unit"],
+    ),
+    fault_rule(
+        "small_units",
+        _small_units,
+        "Units are too small: {small} of {count} collectives a step ({part}) are below {size}",
+        "Latency is all of a collective that is so small, and it does not shrink with the bytes.",
+        lambda facts: facts.words["blocks_as_units"],
+    ),
+    fault_rule(
+        "small_buckets",
+        _small_buckets,
+        "DDP's buckets are too small: {count} all-reduces a step of {size} each, where {needed} would do",
+        "bucket_cap_mb is set to {bucket}; latency is most of such a collective.",
+        lambda facts: facts.words["fewer_units"],
+    ),
+    fault_rule(
+        "one_bucket",
+        _one_bucket,
+        "All gradients are one bucket: the all-reduce of {size} begins when the backward has ended",
+        "bucket_cap_mb is set to {bucket}; of smaller buckets the first is sent while the others are computed.",
+        "DistributedDataParallel(model) with the default, bucket_cap_mb=25, whose first bucket has 1 MiB.",
+    ),
+    fault_rule(
+        "sent_buffers",
+        _sent_buffers,
+        "DDP broadcasts the model's buffers in each forward, {bytes}, although they do not change",
+        "The first rank sends them to all others before each forward ({times} a step).",
+        "DistributedDataParallel(model, broadcast_buffers=False).",
+    ),
+    fault_rule(
+        "needless_resharding",
+        _needless_resharding,
+        "Units are gathered twice a step, although all of them together are {whole} of a peak of {peak} ({part})",
+        "They are dropped after the forward and gathered again for the backward: {again} a step.",
+        lambda facts: f"Keep them: {facts.words['keep_gathered']}.",
+    ),
+    fault_rule(
+        "full_messages",
+        _full_messages,
+        "Messages are sent in fp32{sent} although products are computed in {short}: half the bytes would do",
+        "Under autocast parameters and gradients stay in fp32, and so do all-gathers and reductions.",
+        lambda facts: f"Send in bf16 too: {facts.words['low_precision']}.",
+    ),
+    fault_rule(
+        "find_unused",
+        _find_unused,
+        "DDP looks for unused parameters in each step (find_unused_parameters), and there are none",
+        "It walks through the whole graph after each forward, and sends a map of what was used.",
+        "DistributedDataParallel(model, find_unused_parameters=False), the default.",
+    ),
+    fault_rule(
+        "kept_units",
+        _kept_units,
+        "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
+        "They are gathered once a step instead of twice; their memory is needed for as long.",
+        lambda facts: f"To lower the peak: {facts.words['reshard']}.",
+        unless=["one_unit"],
+    ),
     # what FSDP2 does unless it is told otherwise is no fault
-    Rule("not_ahead", _not_ahead,
-         "Units are gathered when the forward needs them, and none ahead: {count} all-gathers a step take {seconds}"
-         " ({share})",
-         "Between CPU ranks fully_shard gathers ahead in the backward, and in the forward only where it is told to.",
-         lambda facts: facts.words["gather_ahead"], unless=("one_unit", "small_units")),
-)  # fmt: skip
+    Rule(
+        "not_ahead",
+        _not_ahead,
+        "Units are gathered when the forward needs them, and none ahead: {count} all-gathers a step take {seconds}"
+        " ({share})",
+        "Between CPU ranks fully_shard gathers ahead in the backward, and in the forward only where it is told to.",
+        lambda facts: facts.words["gather_ahead"],
+        unless=("one_unit", "small_units"),
+    ),
+)

@@ -27,26 +27,30 @@ def union(*sets: Any) -> Intervals:
     >>> union([(5, 8), (0, 3)], [(2, 4), (8, 9)]).tolist()
     [[0, 4], [5, 9]]
     """
-    every = np.concatenate([EMPTY, *map(pairs, sets)])
-    if (every[:, 1] > every[:, 0]).all() and (every[1:, 0] > every[:-1, 1]).all():
-        return every  # most are sorted and disjoint already
-    every = every[every[:, 1] > every[:, 0]]
-    return _merged(every[np.argsort(every[:, 0], kind="stable")])
+    spans = np.concatenate([EMPTY, *map(pairs, sets)])
+    is_filled = spans[:, 1] > spans[:, 0]
+    if is_filled.all() and (spans[1:, 0] > spans[:-1, 1]).all():
+        return spans  # most are sorted and disjoint already
+    filled = spans[is_filled]
+    return _merged(filled[np.argsort(filled[:, 0], kind="stable")])
 
 
 def _merged(ordered: Intervals, below: int = 1) -> Intervals:
     """Non-empty intervals in order of their starts, with those less than `below` apart made one."""
     if not len(ordered):
         return EMPTY
-    ends = np.maximum.accumulate(ordered[:, 1])
-    apart = ordered[1:, 0] - ends[:-1] >= below
-    return _paired(ordered[np.append(True, apart), 0], ends[np.append(apart, True)])
+    ends = np.maximum.accumulate(ordered[:, 1])  # an earlier interval may end later
+    has_gap = ordered[1:, 0] - ends[:-1] >= below
+    is_first: np.ndarray = np.append(True, has_gap)
+    is_last: np.ndarray = np.append(has_gap, True)
+    return _paired(ordered[is_first, 0], ends[is_last])
 
 
 def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
     """Starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
     pairs: Intervals = np.empty((len(starts), 2), dtype=np.int64)
-    pairs[:, 0], pairs[:, 1] = starts, ends
+    pairs[:, 0] = starts
+    pairs[:, 1] = ends
     return pairs
 
 
@@ -74,7 +78,9 @@ def within(whole: Intervals, start: int, end: int) -> Intervals:
     """`clip` of a set that is sorted and disjoint already: only the part between the instants is looked at."""
     first = np.searchsorted(whole[:, 1], start, side="right")
     last = np.searchsorted(whole[:, 0], end, side="left")
-    return np.clip(whole[first:last], start, end) if first < last and start < end else EMPTY
+    if first >= last or start >= end:
+        return EMPTY
+    return np.clip(whole[first:last], start, end)
 
 
 def before(whole: Intervals, instants: np.ndarray) -> np.ndarray:
@@ -83,8 +89,10 @@ def before(whole: Intervals, instants: np.ndarray) -> np.ndarray:
         return np.zeros(len(instants), dtype=np.int64)
     sums: np.ndarray = np.concatenate([[0], np.cumsum(whole[:, 1] - whole[:, 0])])
     begun: np.ndarray = np.asarray(np.searchsorted(whole[:, 0], instants, side="right"))
-    until: np.ndarray = sums[begun] - np.where(begun > 0, np.maximum(0, whole[begun - 1, 1] - instants), 0)
-    return until
+    # of the interval that an instant lies in, what comes after the instant does not count
+    still_to_come = np.maximum(0, whole[begun - 1, 1] - instants)
+    total: np.ndarray = sums[begun] - np.where(begun > 0, still_to_come, 0)
+    return total
 
 
 def size(disjoint: Intervals) -> int:
@@ -100,10 +108,13 @@ def latest_ends(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
     if not len(ends):
         return ends
+    many = len(ends)
     order = np.argsort(ends, kind="stable")
-    place: np.ndarray = np.empty(len(ends), dtype=np.int64)
-    place[order] = np.arange(len(ends))
-    return ends[order][np.maximum.accumulate(place + groups * len(ends)) - groups * len(ends)]
+    place: np.ndarray = np.empty(many, dtype=np.int64)  # of each end among the sorted ones
+    place[order] = np.arange(many)
+    # each group's places are lifted above those of all groups before it, so that one maximum serves them all
+    lifted = np.maximum.accumulate(place + groups * many)
+    return ends[order][lifted - groups * many]
 
 
 def close_gaps(a: Any, below: int) -> Intervals:
@@ -114,21 +125,36 @@ def close_gaps(a: Any, below: int) -> Intervals:
 def covered(a: Any, instants: Sequence[int] | np.ndarray) -> np.ndarray:
     """For each instant, whether the set holds it (starts, not ends): `covered([(2, 4)], [1, 2, 4])` is `[F, T, F]`."""
     whole = union(a)
-    begun, ended = (np.searchsorted(whole[:, side], instants, side="right") for side in (0, 1))
+    begun = np.searchsorted(whole[:, 0], instants, side="right")
+    ended = np.searchsorted(whole[:, 1], instants, side="right")
     return np.asarray(begun > ended)
 
 
 def _where(a: Any, b: Any, wanted: int) -> Intervals:
-    """The instants where (in a) + 2 (in b) is `wanted`: one sweep over all edges."""
-    a, b = union(a), union(b)
+    """Find the instants where (in a) + 2 (in b) is `wanted`: one sweep over all edges."""
+    a = union(a)
+    b = union(b)
     edges = np.concatenate([a[:, 0], a[:, 1], b[:, 0], b[:, 1]])
     if not len(edges):
         return EMPTY
     weights: np.ndarray = np.repeat([1, -1, 2, -2], [len(a), len(a), len(b), len(b)])
     order = np.argsort(edges, kind="stable")
-    edges, state = edges[order], np.cumsum(weights[order])
-    held = (state[:-1] == wanted) & (edges[1:] > edges[:-1])
-    return _merged(_paired(edges[:-1][held], edges[1:][held]))
+    edges = edges[order]
+    state = np.cumsum(weights[order])  # from each edge to the next one
+    starts, ends = edges[:-1], edges[1:]
+    is_wanted = (state[:-1] == wanted) & (ends > starts)
+    return _merged(_paired(starts[is_wanted], ends[is_wanted]))
+
+
+def first_label(cases: Sequence[tuple[np.ndarray, Any]], otherwise: Any) -> np.ndarray:
+    """For each place the label of the first case that holds there.
+
+    >>> first_label([(np.array([True, False, False]), 1), (np.array([True, True, False]), 2)], otherwise=0).tolist()
+    [1, 2, 0]
+    """
+    conditions = [condition for condition, _ in cases]
+    labels = [label for _, label in cases]
+    return np.select(conditions, labels, otherwise)
 
 
 class Cells:
@@ -143,21 +169,27 @@ class Cells:
     """
 
     def __init__(self, *edges: Any) -> None:
-        every = np.sort(np.concatenate([np.asarray(each, dtype=np.int64).ravel() for each in edges]))
-        self._edges = every[np.diff(every, prepend=every[0] - 1) > 0]  # np.unique takes five times as long
-        self.start, self.end = self._edges[:-1], self._edges[1:]
+        instants = [np.asarray(some_edges, dtype=np.int64).ravel() for some_edges in edges]
+        ordered = np.sort(np.concatenate(instants))
+        is_new = np.diff(ordered, prepend=ordered[0] - 1) > 0
+        self._edges = ordered[is_new]  # np.unique takes five times as long
+        self.start = self._edges[:-1]
+        self.end = self._edges[1:]
         self.length = self.end - self.start
 
     def at(self, edges: Any) -> np.ndarray:
         """The number of the cell that begins at each edge."""
-        found: np.ndarray = np.asarray(np.searchsorted(self._edges, edges))
-        return found
+        cells: np.ndarray = np.asarray(np.searchsorted(self._edges, edges))
+        return cells
 
     def inside(self, spans: Any) -> np.ndarray:
         """Which cells lie in any of the spans, which may overlap."""
         first, last = self.at(pairs(spans)).T
         many = len(self._edges) + 1
-        return np.cumsum(np.bincount(first, minlength=many) - np.bincount(last, minlength=many))[: len(self.start)] > 0
+        begun = np.bincount(first, minlength=many)
+        ended = np.bincount(last, minlength=many)
+        depth = np.cumsum(begun - ended)
+        return depth[: len(self.start)] > 0
 
     def paint(self, spans: Intervals, labels: Sequence[int] | np.ndarray) -> np.ndarray:
         """For each cell the label of the last span that holds it, -1 for none."""
@@ -169,9 +201,11 @@ class Cells:
     def runs(self, labels: np.ndarray) -> tuple[Intervals, np.ndarray]:
         """Neighbours of one label as one span, and the labels; cells of label -1 are left out."""
         first = np.flatnonzero(np.diff(labels, prepend=-2))
-        spans = _paired(self.start[first], self.end[np.append(first[1:], len(labels))[: len(first)] - 1])
-        kept = labels[first] >= 0
-        return spans[kept], labels[first][kept]
+        after: np.ndarray = np.append(first[1:], len(labels))[: len(first)]  # without cells there are no runs
+        spans = _paired(self.start[first], self.end[after - 1])
+        run_labels = labels[first]
+        is_kept = run_labels >= 0
+        return spans[is_kept], run_labels[is_kept]
 
     def between(self, where: np.ndarray, begin: Any, end: Any) -> np.ndarray:
         """Nanoseconds of these cells from the edges `begin` to the edges `end`."""
@@ -180,5 +214,6 @@ class Cells:
 
     def sums(self, labels: np.ndarray, many: int) -> np.ndarray:
         """Nanoseconds of each label from 0 to `many` - 1."""
-        chosen = labels >= 0
-        return np.bincount(labels[chosen], self.length[chosen], minlength=many)[:many].astype(np.int64)
+        is_chosen = labels >= 0
+        sums = np.bincount(labels[is_chosen], self.length[is_chosen], minlength=many)
+        return sums[:many].astype(np.int64)

@@ -34,8 +34,16 @@ GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatte
 
 def micro_batches(facts: StepFacts) -> int:
     """How often backward runs in a step."""
-    found = facts.activities.get("backward")
-    return max(1, round(found.count / max(found.regular, 0.01))) if found else 1
+    backward = facts.activities.get("backward")
+    if backward is None:
+        return 1
+    return max(1, round(backward.count / max(backward.regular, 0.01)))
+
+
+def _in_most_steps(facts: StepFacts, name: str) -> Activity | None:
+    """An activity of the loop, if most steps have it."""
+    activity = facts.activities.get(name)
+    return activity if activity is not None and activity.regular > REGULAR else None
 
 
 def is_state(gathered: Activity) -> bool:
@@ -44,27 +52,31 @@ def is_state(gathered: Activity) -> bool:
 
 
 def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact | None]:
-    """Claims activities of the loop that most steps have."""
+    """Make a claim of activities of the loop that most steps have."""
 
     def claims(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-        found = {name: each for name in names if (each := facts.activities.get(name)) and each.regular > REGULAR}
-        if "full_tensor" in found and not is_state(found["full_tensor"]):
-            del found["full_tensor"]
-        if not found:
+        done: dict[str, Activity] = {}
+        for name in names:
+            activity = _in_most_steps(facts, name)
+            if activity is not None:
+                done[name] = activity
+        if "full_tensor" in done and not is_state(done["full_tensor"]):
+            del done["full_tensor"]
+        if not done:
             return None
-        longest = max(found, key=lambda name: found[name].seconds)
-        total = sum(each.seconds for each in found.values())
-        calls = ", ".join(
-            f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
-        )
-        values: dict[str, object] = {
-            "calls": calls,
+        longest = max(done, key=lambda name: done[name].seconds)
+        total = sum(activity.seconds for activity in done.values())
+        calls = []
+        for name, activity in done.items():
+            calls.append(f"{plural(max(1, round(activity.count)), 'call')} of {_CALLED[name]}")
+        times = max(1, round(sum(activity.count for activity in done.values())))
+        values = {
+            "calls": ", ".join(calls),
             "took": seconds(total),
             "of_both": percent(total / (total + facts.step_s)),
+            "times": "once" if times == 1 else f"{times} times",
         }
-        times = max(1, round(sum(each.count for each in found.values())))
-        values["times"] = "once" if times == 1 else f"{times} times"
-        return Fact(kind, total, "step", rank=found[longest].rank, values=values)
+        return Fact(kind, total, "step", rank=done[longest].rank, values=values)
 
     return claims
 
@@ -83,80 +95,85 @@ _CALLED = {
 
 
 def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Numbers read out of tensors, but for losses that the recording reads, what a trainer checks of each loss, and
-    DDP's map of what was used.
-    """
-    found = facts.activities.get("read")
-    if found is None or found.regular <= REGULAR:
+    """Report numbers that are read out of tensors, besides those that are not the loop's own."""
+    reads = _in_most_steps(facts, "read")
+    if reads is None:
         return None
     times = micro_batches(facts)
-    own = times if facts.spec.get("job") and facts.record.environment.get("device") == "cpu" else 0
+    others = 0
+    if facts.spec.get("job") and facts.record.environment.get("device") == "cpu":
+        others += times  # losses that the recording reads
     if facts.spec.get("trainer") == "Trainer":
-        own += times
+        others += times  # what it checks of each loss
     if facts.observed.get("find_unused_parameters"):
-        own += times * (facts.observed.get("parameters") or 0)
-    count = round(found.count / found.regular) - own
-    if count < (MANY_READS if times == 1 else max(MANY_READS - 1, times)):
+        others += times * (facts.observed.get("parameters") or 0)  # DDP's map of what was used
+    count = round(reads.count / reads.regular) - others
+    many = MANY_READS if times == 1 else max(MANY_READS - 1, times)
+    if count < many:
         return None
-    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": count})
+    return Fact(kind, reads.seconds, "step", rank=reads.rank, values={"count": count})
 
 
 def _read_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Tensors whose numbers the host reads all, as for histograms."""
-    found = facts.activities.get("to numpy")
-    if found is None or found.regular <= REGULAR or found.count < MANY:
+    """Report tensors whose numbers the host reads all, as for histograms."""
+    reads = _in_most_steps(facts, "to numpy")
+    if reads is None or reads.count < MANY:
         return None
-    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": round(found.count)})
+    return Fact(kind, reads.seconds, "step", rank=reads.rank, values={"count": round(reads.count)})
 
 
 def _clipped_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Gradients are clipped one parameter after the other."""
+    """Report gradients that are clipped one parameter after the other."""
     return _one_by_one(kind, facts, "clipping")
 
 
 def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Norms are taken one parameter after the other, besides those of a call that clips all gradients together."""
+    """Report norms of one parameter after the other, besides those of a call that clips all gradients together."""
     if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
         return None
     clipping = facts.activities.get("clipping")
-    return _one_by_one(kind, facts, "norm", besides=NORMS_OF_CLIPPING * clipping.count if clipping else 0.0)
+    of_clipping = NORMS_OF_CLIPPING * clipping.count if clipping else 0.0
+    return _one_by_one(kind, facts, "norm", besides=of_clipping)
 
 
 def _one_by_one(kind: str, facts: StepFacts, name: str, besides: float = 0.0) -> Fact | None:
-    """An activity that is done for at least half of the parameters."""
-    found, parameters = facts.activities.get(name), facts.observed.get("parameters") or 0
-    if found is None or found.regular <= REGULAR:
+    """Report an activity that is done for at least half of the parameters."""
+    activity = _in_most_steps(facts, name)
+    if activity is None:
         return None
-    count = found.count - besides
+    parameters = facts.observed.get("parameters") or 0
+    count = activity.count - besides
     if count < max(MANY, 0.5 * parameters):
         return None
     values = {"count": round(count), "parameters": parameters}
-    return Fact(kind, found.seconds, "step", rank=found.rank, values=values)
+    return Fact(kind, activity.seconds, "step", rank=activity.rank, values=values)
 
 
 def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Operators build a graph of which no backward is called, as a validation loss does without torch.no_grad."""
-    dropped, nodes = facts.activities.get("dropped graph"), facts.activities.get("graph")
-    if dropped is None or nodes is None or dropped.regular <= REGULAR:
+    """Report a graph of which no backward is called, as a validation loss builds it without torch.no_grad."""
+    dropped = _in_most_steps(facts, "dropped graph")
+    nodes = facts.activities.get("graph")
+    if dropped is None or nodes is None:
         return None
-    if dropped.count < max(MANY, DROPPED * nodes.count) or dropped.seconds < DROPPED * nodes.seconds:
+    is_large = dropped.count >= max(MANY, DROPPED * nodes.count)
+    if not is_large or dropped.seconds < DROPPED * nodes.seconds:
         return None
     values = {"count": round(dropped.count), "nodes": round(nodes.count)}
     return Fact(kind, dropped.seconds, "step", rank=dropped.rank, values=values)
 
 
 def _idle_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """The optimizer steps again although no backward was called since its last step."""
-    found = facts.activities.get("backward")
-    if found is None or found.regular > NEARLY_ALL or found.regular * MANY < 1:
+    """Report an optimizer that steps again although no backward was called since its last step."""
+    backward = facts.activities.get("backward")
+    if backward is None or backward.regular > NEARLY_ALL or backward.regular * MANY < 1:
         return None
     cost = facts.optimizer.seconds if facts.optimizer is not None else 0.0
-    times = round(1 / found.regular)
-    return Fact(kind, cost, "step", values={"times": times, "without": percent(1 - found.regular)})
+    values = {"times": round(1 / backward.regular), "without": percent(1 - backward.regular)}
+    return Fact(kind, cost, "step", values=values)
 
 
 def _in_eval_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """The model is set to evaluate while it trains, and has layers to which that matters."""
+    """Report a model that is set to evaluate while it trains, and has layers to which that matters."""
     layers = facts.observed.get("asleep")
     if not layers:
         return None
@@ -165,45 +182,62 @@ def _in_eval_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _anomaly_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report that autograd's anomaly detection is on."""
     return Fact(kind, 0.0, "step") if facts.observed.get("anomaly_mode") else None
 
 
 def _double_precision(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    return Fact(kind, 0.0, "step") if facts.spec.get("precision") == "fp64" and facts.spec.get("job") else None
+    """Report parameters of a job in fp64."""
+    if facts.spec.get("precision") != "fp64" or not facts.spec.get("job"):
+        return None
+    return Fact(kind, 0.0, "step")
 
 
 def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """A rank holds more memory after each step than after the one before; steps that are profiled hold the profile."""
-    last = max(facts.steps, default=0)
-    after = [row for row in facts.record.table("activities") if row["name"] == "resident" and row["step"] > last]
+    """Report a rank that holds more memory after each step than after the one before."""
+    last_profiled = max(facts.steps, default=0)  # steps that are profiled hold the profile
+    after = []
+    for row in facts.record.table("activities"):
+        if row["name"] == "resident" and row["step"] > last_profiled:
+            after.append(row)
     peak = facts.record.summary.peak_memory_bytes.total or 0
     for rank, rows in grouped(after, itemgetter("rank")).items():
         held = [row["nbytes"] for row in sorted(rows, key=itemgetter("step"))]
         more = [later - earlier for earlier, later in pairwise(held)]
-        if len(more) < MANY or sum(each > 0 for each in more) < GROWING * len(more):
+        growing_steps = sum(growth > 0 for growth in more)
+        if len(more) < MANY or growing_steps < GROWING * len(more):
             continue
         if held[-1] - held[0] < max(GROWN_BYTES, GROWN * peak):
             continue
-        values = {"more": size(statistics.median(more)), "first": size(held[0]), "last": size(held[-1])}
-        return Fact(kind, 0.0, "memory", rank=rank, values={**values, "steps": len(more)})
+        values = {
+            "more": size(statistics.median(more)),
+            "first": size(held[0]),
+            "last": size(held[-1]),
+            "steps": len(more),
+        }
+        return Fact(kind, 0.0, "memory", rank=rank, values=values)
     return None
 
 
 def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    parameters, found = facts.observed.get("parameters") or 0, facts.optimizer
-    if not facts.observed.get("optimizer_loops") or parameters < MANY or found is None:
+    """Report an optimizer that steps one tensor after the other."""
+    optimizer = facts.optimizer
+    parameters = facts.observed.get("parameters") or 0
+    if not facts.observed.get("optimizer_loops") or parameters < MANY or optimizer is None:
         return None
-    if found.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
+    if optimizer.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
         return None
     values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
-    return Fact(kind, found.seconds, "step", values=values)
+    return Fact(kind, optimizer.seconds, "step", values=values)
 
 
 def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """More threads than cores compute side by side."""
-    names = ("threads", "cores", "ranks_of_a_node")
-    threads, cores, ranks = (int(facts.observed.get(name) or 0) for name in names)
-    if facts.record.environment.get("device") != "cpu" or threads < 2 or 2 * threads * ranks <= 3 * cores:
+    """Report ranks whose threads are more than the cores that they share."""
+    threads = int(facts.observed.get("threads") or 0)
+    cores = int(facts.observed.get("cores") or 0)
+    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
+    has_enough = 2 * threads * ranks <= 3 * cores
+    if facts.record.environment.get("device") != "cpu" or threads < 2 or has_enough:
         return None
     values = {
         "threads": threads,
@@ -215,13 +249,14 @@ def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
 
 
 def _recomputed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Activations are recomputed, and memory is not short."""
-    found, memory = facts.activities.get("recomputed"), _device_memory(facts)
+    """Report activations that are recomputed though memory is not short."""
+    recomputed = _in_most_steps(facts, "recomputed")
+    memory = _device_memory(facts)
     peak = facts.record.summary.peak_memory_bytes.total
-    if found is None or found.regular <= REGULAR or not memory or not peak or peak > ENOUGH_MEMORY * memory:
+    if recomputed is None or not memory or not peak or peak > ENOUGH_MEMORY * memory:
         return None
-    values = {"count": round(found.count), "peak": size(peak), "memory": size(memory)}
-    return Fact(kind, found.seconds, "step", values=values)
+    values = {"count": round(recomputed.count), "peak": size(peak), "memory": size(memory)}
+    return Fact(kind, recomputed.seconds, "step", values=values)
 
 
 def _device_memory(facts: StepFacts) -> float | None:
@@ -229,28 +264,34 @@ def _device_memory(facts: StepFacts) -> float | None:
     gpus = facts.record.environment.get("gpus")
     if isinstance(gpus, list) and gpus:
         return float(gpus[0].get("memory_bytes") or 0) or None
-    whole = (facts.record.environment.get("cpu") or {}).get("memory_bytes")
-    return whole / max(1, facts.observed.get("ranks_of_a_node") or 1) if whole else None
+    cpu = facts.record.environment.get("cpu") or {}
+    of_machine = cpu.get("memory_bytes")
+    if not of_machine:
+        return None
+    return of_machine / max(1, facts.observed.get("ranks_of_a_node") or 1)
 
 
 def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Gradients of the step before are there when the first backward of a step begins."""
-    kept, peak = facts.observed.get("kept_gradient_bytes"), facts.record.summary.peak_memory_bytes.total
+    """Report gradients of the step before that are there when the first backward of a step begins."""
+    kept = facts.observed.get("kept_gradient_bytes")
+    peak = facts.record.summary.peak_memory_bytes.total
     if not kept or not peak or kept < 0.01 * peak:
         return None
     return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
 
 
 def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """A rank of CPUs that uses more CPU time than the others in nearly all steps; waiting for others uses none."""
+    """Claim the waiting for a CPU rank that uses more CPU time than the others, which use none while they wait."""
     means = by_rank(facts.cpu_s)
     if len(means) < 2 or facts.record.environment.get("device") != "cpu":
         return None
     rank = max(means, key=means.__getitem__)
     own, others = beside(facts.cpu_s, rank)
-    steps = {step for of, step in facts.cpu_s if of == rank}
-    more = [ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps]
-    if own < MORE_WORK * others or sum(more) < NEARLY_ALL * len(more) or len(more) < MANY:
+    steps = {step for of_rank, step in facts.cpu_s if of_rank == rank}
+    if own < MORE_WORK * others or len(steps) < MANY:
+        return None
+    longer_steps = sum(ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps)
+    if longer_steps < NEARLY_ALL * len(steps):
         return None
     cost = left.claim("waiting_ns", at_most=own - others).seconds
     values = {"own": seconds(own), "others": seconds(others), "times": f"{own / others:.1f}"}
@@ -258,11 +299,11 @@ def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Every rank waits for its data in most of the steps; waiting for a core is no part of it."""
-    found = facts.activities.get("loading")
-    if found is None or found.regular <= REGULAR or found.seconds < LOADING * facts.step_s:
+    """Report that every rank waits for its data in most of the steps; waiting for a core is no part of it."""
+    loading = _in_most_steps(facts, "loading")
+    if loading is None or loading.seconds < LOADING * facts.step_s:
         return None
-    return Fact(kind, min(found.seconds, facts.step_s), "step")
+    return Fact(kind, min(loading.seconds, facts.step_s), "step")
 
 
 LOOP_FAULTS = (

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplab.common.sizes import percent, seconds
-from fsdplab.profiling.step_facts import StepFacts, Unclaimed
+from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed
+from fsdplab.profiling.step_summary import ExposedCell
+
+WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned
+FEWER_RANKS = "Run fewer ranks than cores, and nothing beside them."
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,17 @@ class Rule:
     is_fault: bool = False
 
     def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
-        """The rule's words for a fact."""
-        words: dict[str, Any] = {**facts.words, "seconds": seconds(fact.seconds), "rank": fact.rank}
-        words |= {"share": percent(fact.seconds / facts.step_s), "step_s": seconds(facts.step_s), **fact.values}
-        title, text = self.title.format(**words).strip(), self.text.format(**words).strip()
+        """Put a fact into the rule's words."""
+        words: dict[str, Any] = {
+            **facts.words,
+            "seconds": seconds(fact.seconds),
+            "rank": fact.rank,
+            "share": percent(fact.seconds / facts.step_s),
+            "step_s": seconds(facts.step_s),
+            **fact.values,
+        }
+        title = self.title.format(**words).strip()
+        text = self.text.format(**words).strip()
         remedy = self.remedy(facts) if callable(self.remedy) else self.remedy.format(**words)
         return Finding(**vars(fact), title=title, text=text, remedy=remedy, is_fault=self.is_fault)
 
@@ -68,5 +79,34 @@ def fault_rule(
     remedy: str | Callable[[StepFacts], str],
     unless: Sequence[str] = (),
 ) -> Rule:
-    """A rule whose finding is a fault of the job."""
+    """Make a rule whose finding is a fault of the job."""
     return Rule(kind, claims, title, text, remedy, tuple(unless), is_fault=True)
+
+
+# ---- words that several rules share
+
+
+def of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
+    """Make the fact of what was claimed of some collectives, and name the one of which it is most; None for no claim.
+
+    Its values are `where` ("all_gather of a in forward alone 3.00 ms", or "most at ...") and `at`, the name alone.
+    """
+    cell = claim.cell
+    if cell is None:
+        return None
+    whole = cell.exposed_ns / 1e9
+    name = _collective(cell)
+    is_all_of_it = claim.of_cell > 0.99 * whole
+    where = f"{name} alone {seconds(whole)}" if is_all_of_it else f"most at {name}"
+    return Fact(kind, claim.seconds, unit=cell.unit, phase=cell.phase, values={"where": where, "at": name, **values})
+
+
+def _collective(cell: ExposedCell) -> str:
+    """The collective's name; without its unit where it has none."""
+    of_unit = f" of {named_unit(cell.unit)}" if cell.unit else ""
+    return f"{cell.kind}{of_unit} in {cell.phase or 'the step'}"
+
+
+def named_unit(unit: str) -> str:
+    """A unit's name in a sentence."""
+    return "the root" if unit == "root" else unit

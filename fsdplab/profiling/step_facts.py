@@ -52,11 +52,16 @@ class Activity:
     @classmethod
     def of(cls, rank: int, rows: Sequence[Row], steps: Sequence[int]) -> Activity:
         """The means over these steps of rows of the table `activities`."""
-        mine = [row for row in rows if row["step"] in set(steps)]
-        count, took_ns, nbytes = (
-            sum(row[name] for row in mine) / max(1, len(steps)) for name in ("count", "took_ns", "nbytes")
+        of_steps = [row for row in rows if row["step"] in set(steps)]
+        number = max(1, len(steps))
+        took_ns = sum(row["took_ns"] for row in of_steps) / number
+        return cls(
+            rank=rank,
+            count=sum(row["count"] for row in of_steps) / number,
+            seconds=took_ns / 1e9,
+            nbytes=sum(row["nbytes"] for row in of_steps) / number,
+            regular=len({row["step"] for row in of_steps}) / number,
         )
-        return cls(rank, count, took_ns / 1e9, nbytes, len({row["step"] for row in mine}) / max(1, len(steps)))
 
 
 @dataclass(frozen=True)
@@ -89,27 +94,32 @@ class StepFacts:
     @property
     def observed(self) -> Mapping[str, Any]:
         """How a recorded job is set up (recording/observed.py); empty for other records."""
-        found = self.record.environment.get("observed")
-        return found if isinstance(found, dict) else {}
+        observed = self.record.environment.get("observed")
+        return observed if isinstance(observed, dict) else {}
 
     @cached_property
     def activities(self) -> dict[str, Activity]:
         """What the ranks did besides training, by name: of the rank that did it longest."""
         by_name: dict[str, list[Activity]] = defaultdict(list)
-        rows = self.record.table("activities")
-        for (name, rank), mine in grouped(rows, itemgetter("name", "rank")).items():
+        by_name_and_rank = grouped(self.record.table("activities"), itemgetter("name", "rank"))
+        for (name, rank), rows in by_name_and_rank.items():
             steps = self.steps if name in TRACED else self._steps_of(rank)
-            by_name[name].append(Activity.of(rank, mine, steps))
-        return {name: max(found, key=lambda each: each.seconds) for name, found in by_name.items()}
+            by_name[name].append(Activity.of(rank, rows, steps))
+        longest = {}
+        for name, activities in by_name.items():
+            longest[name] = max(activities, key=lambda activity: activity.seconds)
+        return longest
 
     @cached_property
     def cpu_s(self) -> ByRankAndStep:
         """CPU time of all threads by rank and step, of the timed steps in which nothing was measured."""
-        return {
-            (row["rank"], row["step"]): row["cpu_s"]
-            for row in self.record.table("steps")
-            if row.get("cpu_s") is not None and row["step"] not in self.steps and row["step_time_s"] is not None
-        }
+        profiled = set(self.steps)
+        cpu_s = {}
+        for row in self.record.table("steps"):
+            is_timed = row["step_time_s"] is not None and row["step"] not in profiled
+            if is_timed and row.get("cpu_s") is not None:
+                cpu_s[row["rank"], row["step"]] = row["cpu_s"]
+        return cpu_s
 
     def _steps_of(self, rank: int) -> list[int]:
         """The steps of a rank that were noted."""
@@ -133,22 +143,34 @@ class StepFacts:
     @property
     def other_s(self) -> float:
         """Time with neither computing nor communication."""
-        return min(1.0, self.step_s / (self.worst.step_ns / 1e9)) * self.worst.other_ns / 1e9
+        return self._part_of_profiled * self.worst.other_ns / 1e9
+
+    @property
+    def _part_of_profiled(self) -> float:
+        """A timed step's length as a part of a profiled one's, at most 1."""
+        return min(1.0, self.step_s / (self.worst.step_ns / 1e9))
 
     @property
     def idle_s(self) -> dict[str, float]:
         """The same by cause, by the columns of the table `idle`; {} where the record does not tell."""
         rows = [row for row in self.record.table("idle") if row["rank"] == self.worst.rank]
-        part = self.other_s / self.worst.other_ns if self.worst.other_ns else 0.0
-        names = [name for name in rows[0] if name.endswith("_ns")] if rows else []
-        return {name: part * statistics.fmean(row[name] for row in rows) for name in names}
+        if not rows:
+            return {}
+        scale = self.other_s / self.worst.other_ns if self.worst.other_ns else 0.0
+        causes = {}
+        for name in rows[0]:
+            if name.endswith("_ns"):
+                causes[name] = scale * statistics.fmean(row[name] for row in rows)
+        return causes
 
     @cached_property
     def optimizer(self) -> OptimizerStep | None:
         """The optimizer's step of the rank; None where the trace does not show it."""
-        found = optimizer_step(self.record.tables, self.worst.rank)
-        part = min(1.0, self.step_s / (self.worst.step_ns / 1e9))
-        return found and OptimizerStep(part * found.seconds, part * found.exchange_s)
+        profiled = optimizer_step(self.record.tables, self.worst.rank)
+        if profiled is None:
+            return None
+        part = self._part_of_profiled
+        return OptimizerStep(part * profiled.seconds, part * profiled.exchange_s)
 
     @cached_property
     def late(self) -> LateRank | None:
@@ -158,15 +180,19 @@ class StepFacts:
     @property
     def absent(self) -> str:
         """How many of the job's ranks gave no trace: "7 of the 8 ranks"; "" where none is known to be absent."""
-        traces, job = self.record.summary.traces, self.spec.get("world_size")
-        return f"{job - traces.ranks} of the {job} ranks" if traces and job and traces.ranks < job else ""
+        traces = self.record.summary.traces
+        job = self.spec.get("world_size")
+        if not traces or not job or traces.ranks >= job:
+            return ""
+        return f"{job - traces.ranks} of the {job} ranks"
 
     @cached_property
     def last_step(self) -> list[Row]:
         """The collectives of rank 0's last step in the ledger; without one, those that its trace tells in bytes."""
         rows = [row for row in self.record.table("ledger") if row["rank"] == 0]
-        traced = (row for row in self.record.table("collectives") if row["rank"] == 0)
-        rows = rows or [row for row in traced if row.get("logical_bytes")]
+        if not rows:
+            traced = self.record.table("collectives")
+            rows = [row for row in traced if row["rank"] == 0 and row.get("logical_bytes")]
         last = max((row["step"] for row in rows), default=0)
         return [row for row in rows if row["step"] == last]
 
@@ -188,11 +214,13 @@ class StepFacts:
         """
         waiting = sum(cell.waiting_ns for cell in self.cells) / 1e9
         copying = sum(cell.copying_ns for cell in self.cells) / 1e9
+        on_link = self._carried_s or self.communication_s - copying
         # copies of one unit may last while the link carries another
-        return max(0.0, min(self._carried_s or self.communication_s - copying, self.communication_s) - waiting)
+        return max(0.0, min(on_link, self.communication_s) - waiting)
 
     @property
     def _carried_s(self) -> float:
+        """Seconds for which an emulated link carried the step's bytes; 0 without one."""
         return sum(row["end_ns"] - row["start_ns"] for row in self.last_step if row["emulated"]) / 1e9
 
     @property
@@ -215,22 +243,26 @@ class StepFacts:
     def longer_kind_s(self) -> float:
         """Seconds a step of all gathers, or of all reductions, whichever is longer."""
         gathers = [cell.communication_ns / 1e9 for cell in self.cells if cell.kind == "all_gather"]
-        return max(sum(gathers), sum(cell.communication_ns / 1e9 for cell in self.cells if cell.kind != "all_gather"))
+        others = [cell.communication_ns / 1e9 for cell in self.cells if cell.kind != "all_gather"]
+        return max(sum(gathers), sum(others))
 
     @property
     def latency_s(self) -> float:
         """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective
         of the step took, where there are enough to compare.
         """
-        rows, link = self.last_step, self.record.summary.link
+        rows = self.last_step
         if not rows:
             return 0.0
+        link = self.record.summary.link
         if link and link.bytes_per_s:
-            return self._carried_s - sum(row["wire_bytes"] for row in rows if row["emulated"]) / link.bytes_per_s
+            emulated_bytes = sum(row["wire_bytes"] for row in rows if row["emulated"])
+            return self._carried_s - emulated_bytes / link.bytes_per_s
         if len(rows) < _ENOUGH or statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
-        timed = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
-        return min(timed, default=0) / 1e9 * len(rows)
+        lengths = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
+        quickest_ns = min(lengths, default=0)
+        return quickest_ns / 1e9 * len(rows)
 
 
 def step_facts(record: RunRecord) -> StepFacts:
@@ -243,17 +275,27 @@ def step_facts(record: RunRecord) -> StepFacts:
         )
     timed = record.summary.step_time_s.median if record.summary.traces is None else None
     scale = _scale(record, worst, timed)
-    cells = exposed_cells([row for row in record.table("exposed") if row["rank"] == worst.rank], worst.steps)
-    steps = {row["step"] for row in breakdown}
+    exposed = [row for row in record.table("exposed") if row["rank"] == worst.rank]
+    compute_s: dict[tuple[int, int], float] = {}
+    own_s: dict[tuple[int, int], float] = {}
+    for row in breakdown:
+        key = row["rank"], row["step"]
+        compute_s[key] = row["compute_ns"] / 1e9
+        own_s[key] = (row["step_ns"] - row["exposed_ns"]) / 1e9
     return StepFacts(
-        record, worst, scale, min(worst.step_ns / 1e9, timed or inf), [_scaled(cell, scale) for cell in cells],
-        compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
-        own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
-        loading=_loading(record, steps),
-    )  # fmt: skip
+        record=record,
+        worst=worst,
+        scale=scale,
+        step_s=min(worst.step_ns / 1e9, timed or inf),
+        cells=[_scaled(cell, scale) for cell in exposed_cells(exposed, worst.steps)],
+        compute_s=compute_s,
+        own_s=own_s,
+        loading=_loading(record, {row["step"] for row in breakdown}),
+    )
 
 
 def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
+    """By how much exposed time is reduced to what the timed steps allow, at most 1."""
     blocked = record.summary.comm.blocked_s
     if timed is None or not worst.exposed_ns:
         return 1.0
@@ -264,42 +306,48 @@ def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
 
 
 def _scaled(cell: ExposedCell, scale: float) -> ExposedCell:
-    hidden = cell.communication_ns - cell.exposed_ns
-    parts = {name: scale * getattr(cell, name) for name in ("exposed_ns", *PARTS_OF_EXPOSED)}
-    return replace(cell, communication_ns=hidden + parts["exposed_ns"], **parts)
+    """The cell with its exposed time reduced; what was hidden stays."""
+    hidden_ns = cell.communication_ns - cell.exposed_ns
+    exposed = {name: scale * getattr(cell, name) for name in ("exposed_ns", *PARTS_OF_EXPOSED)}
+    return replace(cell, communication_ns=hidden_ns + exposed["exposed_ns"], **exposed)
 
 
 def _loading(record: RunRecord, steps: set[int]) -> dict[tuple[int, int], float]:
-    return {
-        (row["rank"], row["step"]): seconds
-        for row in record.table("steps")
-        if row["step"] in steps and (seconds := row.get("loading_s")) is not None
-    }
+    """Until each step's data was there, by rank and step, where that was noted."""
+    loading = {}
+    for row in record.table("steps"):
+        loading_s = row.get("loading_s")
+        if row["step"] in steps and loading_s is not None:
+            loading[row["rank"], row["step"]] = loading_s
+    return loading
 
 
 def by_rank(values: ByRankAndStep) -> dict[int, float]:
     """Means over the steps: `by_rank({(0, 7): 1.0, (0, 8): 3.0}) == {0: 2.0}`."""
-    return {rank: statistics.fmean(each.values()) for rank, each in of_ranks(values).items()}
+    return {rank: statistics.fmean(by_step.values()) for rank, by_step in of_ranks(values).items()}
 
 
 def of_ranks(values: ByRankAndStep) -> dict[int, dict[int, float]]:
-    """By rank, then by step."""
-    found: dict[int, dict[int, float]] = defaultdict(dict)
+    """Group values by rank, then by step."""
+    by_rank_and_step: dict[int, dict[int, float]] = defaultdict(dict)
     for (rank, step), value in values.items():
-        found[rank][step] = value
-    return dict(sorted(found.items()))
+        by_rank_and_step[rank][step] = value
+    return dict(sorted(by_rank_and_step.items()))
 
 
 def beside(values: ByRankAndStep, rank: int) -> tuple[float, float]:
     """A rank's mean over the steps, and the median of the other ranks'."""
     means = by_rank(values)
-    return means[rank], statistics.median(own for other, own in means.items() if other != rank)
+    others = [mean for other, mean in means.items() if other != rank]
+    return means[rank], statistics.median(others)
 
 
 def ahead(values: ByRankAndStep, rank: int, step: int) -> float:
     """By how much a rank's value of one step is above the other ranks' median."""
-    others = [value for (other, at), value in values.items() if at == step and other != rank]
-    return values.get((rank, step), 0.0) - statistics.median(others) if others else 0.0
+    others = [value for (other, at_step), value in values.items() if at_step == step and other != rank]
+    if not others:
+        return 0.0
+    return values.get((rank, step), 0.0) - statistics.median(others)
 
 
 # ---- who claims what
@@ -333,13 +381,15 @@ class Unclaimed:
     def claim(self, part: str, which: Callable[[ExposedCell], bool] = lambda cell: True, at_most: float = inf) -> Claim:
         """Claim at most so many seconds of one part of some collectives, of each the same share."""
         left = self._left[part]
-        mine = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
-        total = sum(left[index] for index in mine)
-        share = min(1.0, max(0.0, at_most) / total) if total else 0.0
+        claimable = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
+        total = sum(left[index] for index in claimable)
+        if not total:
+            return Claim()
+        share = min(1.0, max(0.0, at_most) / total)
         if not share:
             return Claim()
-        worst = max(mine, key=lambda index: left[index])
-        claim = Claim(share * total, self._cells[worst], share * left[worst])
-        for index in mine:
+        most = max(claimable, key=lambda index: left[index])
+        claim = Claim(share * total, self._cells[most], share * left[most])
+        for index in claimable:
             left[index] *= 1.0 - share
         return claim

@@ -45,8 +45,10 @@ class StepSummary:
     device_busy_ns: float | None = None
 
     def __post_init__(self) -> None:
-        parts = [part for name in PARTS_OF_EXPOSED if (part := getattr(self, name)) is not None]
-        assert not parts or isclose(sum(parts), self.exposed_ns, rel_tol=1e-9, abs_tol=1e-3), (parts, self.exposed_ns)
+        values = [getattr(self, name) for name in PARTS_OF_EXPOSED]
+        parts = [value for value in values if value is not None]
+        if parts:
+            assert isclose(sum(parts), self.exposed_ns, rel_tol=1e-9, abs_tol=1e-3), (parts, self.exposed_ns)
 
     @property
     def communication_ns(self) -> float:
@@ -64,7 +66,8 @@ _NAMES = tuple(each.name for each in fields(StepSummary))[2:]
 
 def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
     """The summary of each rank, from rows of a record's `breakdown` table; {} without rows."""
-    return {rank: _summary(rank, rows) for rank, rows in sorted(grouped(breakdown, itemgetter("rank")).items())}
+    by_rank = grouped(breakdown, itemgetter("rank"))
+    return {rank: _summary(rank, rows) for rank, rows in sorted(by_rank.items())}
 
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
@@ -90,9 +93,12 @@ def exposure(breakdown: Iterable[Row]) -> dict[str, Any]:
     A rank whose step has 6 ms of communication, 2 of them exposed: `exposed_s` is 0.002, `overlap` 0.667.
     """
     worst = step_summary(breakdown)
-    spans = {f"{name}_s": getattr(worst, f"{name}_ns", None) for name in _EXPOSURE}
-    found = {name: None if span is None else span / 1e9 for name, span in spans.items()}
-    return found | {"overlap": worst.hidden if worst else None}
+    exposed: dict[str, Any] = {}
+    for name in _EXPOSURE:
+        span_ns = getattr(worst, f"{name}_ns", None)
+        exposed[f"{name}_s"] = None if span_ns is None else span_ns / 1e9
+    exposed["overlap"] = worst.hidden if worst else None
+    return exposed
 
 
 _EXPOSURE = ("exposed", "on_link", "copying", "waiting", "no_core")
@@ -119,7 +125,10 @@ class ExposedCell:
         of these is most of it, as the findings that claim it say.
         """
         parts = {"waiting_for_peer": self.waiting_ns, "copying": self.copying_ns, "no_core": self.no_core_ns}
-        return next((name for name, part in parts.items() if 2 * part > self.exposed_ns), self.cause)
+        for name, part in parts.items():
+            if 2 * part > self.exposed_ns:
+                return name
+        return self.cause
 
 
 def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
@@ -128,25 +137,33 @@ def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
 
     The cause is the one of most exposed time. 10 ms in one of two steps are 5 ms a step.
     """
-    return [_cell(key, found, steps) for key, found in grouped(rows, itemgetter("unit", "phase", "kind")).items()]
+    by_label = grouped(rows, itemgetter("unit", "phase", "kind"))
+    return [_cell(label, of_label, steps) for label, of_label in by_label.items()]
 
 
-def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> ExposedCell:
+def _cell(label: tuple[str, str, str], rows: Sequence[Row], steps: int) -> ExposedCell:
+    """The mean of rows of one unit, phase and kind."""
     by_cause: Counter[str] = Counter()
-    for row in found:
+    for row in rows:
         by_cause[row["cause"]] += row["exposed_ns"]
-    communication, exposed = (sum(row[name] for row in found) / steps for name in ("communication_ns", "exposed_ns"))
-    parts = {name: sum(each) / steps for name, each in zip(PARTS_OF_EXPOSED, zip(*map(_parts, found)))}
-    cause = max(by_cause, key=by_cause.__getitem__) if exposed else "hidden"
-    return ExposedCell(*key, communication, exposed, cause=cause, **parts)
+    exposed_ns = sum(row["exposed_ns"] for row in rows) / steps
+    columns = zip(*map(_parts, rows))
+    return ExposedCell(
+        *label,
+        communication_ns=sum(row["communication_ns"] for row in rows) / steps,
+        exposed_ns=exposed_ns,
+        cause=max(by_cause, key=by_cause.__getitem__) if exposed_ns else "hidden",
+        **{name: sum(column) / steps for name, column in zip(PARTS_OF_EXPOSED, columns)},
+    )
 
 
 def _parts(row: Row) -> list[int]:
     """By `PARTS_OF_EXPOSED`; by the cause alone in records of earlier versions."""
     if row.get("waiting_ns") is not None:
         return [row.get(name) or 0 for name in PARTS_OF_EXPOSED]
-    waits = row["cause"] == "waiting_for_peer"
-    return [0, 0, row["exposed_ns"], 0] if waits else [row["exposed_ns"], 0, 0, 0]
+    if row["cause"] == "waiting_for_peer":
+        return [0, 0, row["exposed_ns"], 0]
+    return [row["exposed_ns"], 0, 0, 0]
 
 
 # ---- the optimizer's step: its computing is that of the optimizer's ranges, or after the last backward of a step; an
@@ -178,16 +195,17 @@ def optimizer_step(tables: Mapping[str, Iterable[Row]], rank: int) -> OptimizerS
     steps = {row["step"] for row in tables.get("breakdown", ()) if row["rank"] == rank}
     if not steps:
         return None
-    computed = sum(
-        row["end_ns"] - row["start_ns"]
-        for row in tables.get("timeline", ())
-        if row["lane"] == "compute" and row["phase"] == PHASE and row["rank"] == rank and row["step"] in steps
-    )
-    exposed = sum(
-        row["exposed_ns"] for row in tables.get("exposed", ()) if row["phase"] == PHASE and row["rank"] == rank
-    )
-    total = (computed + exposed) / 1e9 / len(steps)
-    return OptimizerStep(total, exposed / 1e9 / len(steps)) if total else None
+    computed_ns = 0
+    for row in tables.get("timeline", ()):
+        is_of_phase = row["lane"] == "compute" and row["phase"] == PHASE
+        if is_of_phase and row["rank"] == rank and row["step"] in steps:
+            computed_ns += row["end_ns"] - row["start_ns"]
+    exposed_ns = 0
+    for row in tables.get("exposed", ()):
+        if row["phase"] == PHASE and row["rank"] == rank:
+            exposed_ns += row["exposed_ns"]
+    total_s = (computed_ns + exposed_ns) / 1e9 / len(steps)
+    return OptimizerStep(total_s, exposed_ns / 1e9 / len(steps)) if total_s else None
 
 
 def of_the_worst(tables: Mapping[str, Iterable[Row]]) -> OptimizerStep | None:

@@ -153,9 +153,12 @@ _DEEPSPEED = {
     "reduce_once": '"zero_optimization": {"stage": 1} reduces once a step; stages 2 and 3 reduce each micro-batch.',
 }
 _BY_ENGINE = {
-    "plain": _TORCH, "torch-ddp": _DDP, "torch-fsdp1": _FSDP1, "torch-fsdp2": _FSDP2,
+    "plain": _TORCH,
+    "torch-ddp": _DDP,
+    "torch-fsdp1": _FSDP1,
+    "torch-fsdp2": _FSDP2,
     **{f"deepspeed-{stage}": _DEEPSPEED for stage in (1, 2, 3)},
-}  # fmt: skip
+}
 # what trainers set in their own words, whatever shards the model
 _BY_TRAINER = {
     "Trainer": {

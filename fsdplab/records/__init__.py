@@ -13,7 +13,22 @@ from .summary import Summary, core_sentence, known
 from .tables import CAUSES, LANES, PARTS_OF_EXPOSED, TABLES, RecordError
 
 __all__ = [
-    "CATEGORIES", "CAUSES", "FORMAT", "LANES", "PARTS_OF_EXPOSED", "TABLES", "Race", "RecordError", "RunRecord",
-    "Spread", "Summary", "comparison_json", "core_sentence", "is_below", "known", "drift_sentence",
-    "matches_reference", "race",
-]  # fmt: skip
+    "CATEGORIES",
+    "CAUSES",
+    "FORMAT",
+    "LANES",
+    "PARTS_OF_EXPOSED",
+    "TABLES",
+    "Race",
+    "RecordError",
+    "RunRecord",
+    "Spread",
+    "Summary",
+    "comparison_json",
+    "core_sentence",
+    "is_below",
+    "known",
+    "drift_sentence",
+    "matches_reference",
+    "race",
+]

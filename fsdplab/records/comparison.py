@@ -24,31 +24,33 @@ from .typed import plain
 # zero. bf16 keeps 8 bits, and engines that cast in different places (autocast, parameters) differed by 4e-4 in ten
 # steps.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
-_OF_SUMMARY = (
-    "step_time_s", "cpu_share", "tokens_per_s", "peak_memory_bytes", "comm", "steady", "change", "losses",
-)  # fmt: skip
+_OF_SUMMARY = ("step_time_s", "cpu_share", "tokens_per_s", "peak_memory_bytes", "comm", "steady", "change", "losses")
 FORMAT = 2  # of the JSON that commands write; 1 had other names of memory categories
 _DRIFT = 0.03  # of the first median, from which on a drift is said
 
 
 def matches_reference(losses: Sequence[float | None], reference: Sequence[float | None], precision: str) -> bool:
-    """Whether two runs' losses agree at every step: same length, and within 2e-5 (fp32) or 5e-3 (bf16) of the
-    reference, relatively.
+    """Return whether two runs' losses agree at every step.
+
+    They have the same length, and are within 2e-5 (fp32) or 5e-3 (bf16) of the reference, relatively.
 
     >>> matches_reference([5.0, 4.0], [5.0, 4.00001], "fp32"), matches_reference([5.0, 4.0], [5.0, 4.001], "fp32")
     (True, False)
     """
     if precision not in TOLERANCE:
         raise ValueError(f"precision is one of {', '.join(TOLERANCE)}; got {precision!r}.")
-    pairs = list(zip(losses, reference))
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    same_length = len(losses) == len(reference) == len(known) > 0
-    return same_length and all(math.isclose(a, b, rel_tol=TOLERANCE[precision]) for a, b in known)
+    if not losses or len(losses) != len(reference):
+        return False
+    for loss, expected in zip(losses, reference):
+        if loss is None or expected is None:
+            return False
+        if not math.isclose(loss, expected, rel_tol=TOLERANCE[precision]):
+            return False
+    return True
 
 
 def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = None) -> dict[str, Any]:
-    """The comparison of several runs as one JSON-able dict: `{"format": 2, "spec": ..., "environment": ..., "runs":
-    [...]}`.
+    """Compare several runs in one JSON-able dict: `{"format": 2, "spec": ..., "environment": ..., "runs": [...]}`.
 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have
     in common (strategy, engine and world size differ and stand with each run). `in_turns` says whether the runs' timed
@@ -104,8 +106,9 @@ def _agreement(record: RunRecord, reference: RunRecord | None) -> bool | None:
 
 
 def drift_of(records: Sequence[RunRecord]) -> dict[str, Any] | None:
-    """How the step of the run that was run again has changed: its median at first and again, in seconds, and
-    `relative`, 0.12 for a step that took 12 % longer. None where no run was.
+    """Return how the step of the run that was run again has changed; None where no run was.
+
+    It holds the median at first and again, in seconds, and `relative`, 0.12 for a step that took 12 % longer.
     """
     for record in records:
         first, again = record.summary.step_time_s.median, record.summary.again_s
@@ -116,14 +119,17 @@ def drift_of(records: Sequence[RunRecord]) -> dict[str, Any] | None:
 
 
 def drift_sentence(comparison: Mapping[str, Any]) -> str:
-    """One sentence on a drift above 3 %, of the dict of a comparison; "" where there is none."""
+    """Write one sentence on a drift above 3 %, of the dict of a comparison; "" where there is none."""
     drift = comparison.get("drift")
     if not drift or abs(drift["relative"]) <= _DRIFT:
         return ""
-    name = drift["strategy"] if drift["engine"] == "lab" else f"{drift['strategy']} ({drift['engine']})"
-    changed = f"{abs(drift['relative']):.0%} {'longer' if drift['relative'] > 0 else 'less time'}"
+    name = drift["strategy"]
+    if drift["engine"] != "lab":
+        name = f"{name} ({drift['engine']})"
+    direction = "longer" if drift["relative"] > 0 else "less time"
+    changed = f"{abs(drift['relative']):.0%} {direction}"
+    again, first = seconds(drift["again_s"]), seconds(drift["first_s"])
     return (
-        f"The machine's speed drifted: {name} was run again last, and its step took {changed}"
-        f" ({seconds(drift['again_s'])} instead of {seconds(drift['first_s'])}), so a difference of this size between"
-        " two runs may not be theirs."
+        f"The machine's speed drifted: {name} was run again last, and its step took {changed} ({again} instead of"
+        f" {first}), so a difference of this size between two runs may not be theirs."
     )

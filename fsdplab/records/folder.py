@@ -33,7 +33,7 @@ _held: dict[Path, int] = {}  # the folders that this process has claimed, and th
 
 
 def claim_folder(folder: Path, replace: bool = True) -> Path:
-    """`folder`, made and marked for a new record; the files of an earlier record are removed.
+    """Make and mark `folder` for a new record; the files of an earlier record are removed.
 
     It is this process's until `release_folder`. RecordError, and nothing is touched, where it is a file, holds files of
     somebody else and no record, holds an earlier record and `replace` is false, or where another run writes into it.
@@ -55,7 +55,7 @@ def claim_folder(folder: Path, replace: bool = True) -> Path:
 
 
 def claim_free_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... where nothing is, claimed: no two runs get the same one."""
+    """Claim `wanted`, or the first of `wanted-2`, `wanted-3`, ... where nothing is: no two runs get the same one."""
     _refuse_without_ranks()
     for folder in _numbered(wanted):
         if _is_free(folder):
@@ -75,7 +75,7 @@ def release_folder(folder: Path) -> None:
 
 
 def is_record(folder: Path) -> bool:
-    """Whether a run wrote into `folder`: its marker is there, or the run.json of a version before the marker."""
+    """Return whether a run wrote into `folder`: its marker is there, or the run.json of a version before the marker."""
     if (folder / MARKER).is_file():
         return True
     try:
@@ -86,7 +86,7 @@ def is_record(folder: Path) -> bool:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run writes a file of this name: `path` is relative to the record's folder."""
+    """Return whether a run writes a file of this name: `path` is relative to the record's folder."""
     return _WRITTEN.fullmatch(path.as_posix()) is not None
 
 
@@ -99,19 +99,20 @@ def _refuse_without_ranks() -> None:
 def _check(folder: Path, replace: bool) -> None:
     """Raise the RecordError of a folder that a new record cannot have."""
     try:
-        found = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return
     except NotADirectoryError:
         if not folder.exists():  # what is above it is a file
             raise
         raise RecordError(f"{folder} is a file; expected a folder") from None
-    if found and not is_record(folder):
+    if names and not is_record(folder):
+        first = [*names[:3], "..."] if len(names) > 3 else names
         raise RecordError(
-            f"{folder} holds other files ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}); expected a new or"
-            " empty folder, or that of an earlier run"
+            f"{folder} holds other files ({', '.join(first)}); expected a new or empty folder, or that of an earlier"
+            " run"
         )
-    if found not in ([], [MARKER]) and not replace:  # the marker alone: a run that ended before it wrote anything
+    if names not in ([], [MARKER]) and not replace:  # the marker alone: a run that ended before it wrote anything
         free = next(filter(_is_free, _numbered(folder)))
         raise RecordError(f"{folder} holds an earlier record, which stays; give another folder, such as {free}")
     for name in _BELOW:

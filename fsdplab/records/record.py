@@ -89,13 +89,13 @@ class RunRecord:
             raise ValueError(f"A record's provenance is one of {', '.join(ORIGINS)}; got {unknown}.")
 
     def table(self, name: str) -> list[Row]:
-        """The rows of `steps`, `ledger`, `memory`, ...; none where the run did not measure it."""
+        """Return the rows of `steps`, `ledger`, `memory`, ...; none where the run did not measure it."""
         if name not in TABLES:
             raise RecordError(f"A record has no table {name!r}. Expected one of {', '.join(TABLES)}.")
         return self.tables.get(name, [])
 
     def frame(self, name: str) -> pandas.DataFrame:
-        """The table as a pandas DataFrame; RecordError with the install command where pandas is missing."""
+        """Return the table as a pandas DataFrame; RecordError with the install command where pandas is missing."""
         try:
             import pandas
         except ImportError:
@@ -126,10 +126,12 @@ class RunRecord:
         except ValueError as error:
             raise RecordError(f"{folder / 'run.json'} is damaged: {error} Record the run again.") from error
         for name in TABLES:
+            expected = content["rows"].get(name)
             if name in LATER_TABLES and name not in content["rows"] and not (folder / file_name(name)).exists():
-                continue
-            record.tables[name] = rows = read_table(folder, name)
-            if len(rows) != (expected := content["rows"].get(name)):
+                continue  # an earlier version had no such table
+            rows = read_table(folder, name)
+            record.tables[name] = rows
+            if len(rows) != expected:
                 raise RecordError(
                     f"{folder / file_name(name)} has {len(rows)} rows; run.json says {expected}. The files are of two"
                     " runs: copy the whole folder again."
@@ -159,10 +161,10 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
         raise RecordError(
             f"{path} cannot be read ({error}). Copy it again from where it was recorded, or record the run again."
         ) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    format_ = content.get("format") if isinstance(content, dict) else None
+    if format_ != FORMAT:
         raise RecordError(
-            f"{path} has the format {shown(found)}; expected {FORMAT!r}. Record the run again with this version of"
+            f"{path} has the format {shown(format_)}; expected {FORMAT!r}. Record the run again with this version of"
             " fsdplab."
         )
     missing = [name for name in _ALL if name not in content]

@@ -39,12 +39,15 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """The spread of a series: `Spread.of([0.1, 0.2, 0.3])` has median 0.2 and quartiles 0.15 and 0.25."""
+        """Take the spread of a series: `Spread.of([0.1, 0.2, 0.3])` has median 0.2 and quartiles 0.15 and 0.25."""
         if not seconds:
             return cls()
-        several = len(seconds) > 1
-        quarters = statistics.quantiles(seconds, n=4, method="inclusive") if several else [seconds[0]]
-        return cls(statistics.median(seconds), min(seconds), quarters[0], quarters[-1], max(seconds), len(seconds))
+        q1 = q3 = seconds[0]
+        if len(seconds) > 1:
+            q1, _, q3 = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(
+            median=statistics.median(seconds), min=min(seconds), q1=q1, q3=q3, max=max(seconds), count=len(seconds)
+        )
 
     @property
     def scatter(self) -> float | None:
@@ -72,30 +75,37 @@ class Race:
 
 
 def race(spreads: Sequence[Spread]) -> Race:
-    """The fastest of several runs, or those that may be: runs without a timed step take no part.
+    """Find the fastest of several runs, or those that may be: runs without a timed step take no part.
 
     >>> slow, fast = Spread.of([0.50, 0.51, 0.52, 0.53]), Spread.of([0.40, 0.41, 0.42, 0.43])
     >>> race([slow, fast]), race([fast, fast]).leaders
     (Race(leaders=(1,), within=None), (0, 1))
     """
-    timed = sorted((each.median, place) for place, each in enumerate(spreads) if each.median)
+    timed = sorted((spread.median, place) for place, spread in enumerate(spreads) if spread.median)
     if not timed:
         return Race(())
-    best, first = timed[0]
-    needed = {place: least_difference(spreads[first], spreads[place]) for _, place in timed[1:]}
-    level = [place for _, place in timed[1:] if not is_below(spreads[first], spreads[place])]
-    known = [each for place in level if (each := needed[place]) is not None]
-    return Race((first, *level), max(known) / best if known and len(known) == len(level) else None)
+    (best, first), *others = timed
+    level = []  # those that cannot be distinguished from the first
+    differences = []  # by which their medians would have to differ
+    for _, place in others:
+        if not is_below(spreads[first], spreads[place]):
+            level.append(place)
+            differences.append(least_difference(spreads[first], spreads[place]))
+    known = [difference for difference in differences if difference is not None]
+    within = None
+    if known and len(known) == len(level):
+        within = max(known) / best
+    return Race((first, *level), within)
 
 
 def is_below(fast: Spread, slow: Spread) -> bool:
-    """Whether `fast` is faster than `slow` beyond chance; False wherever the figures do not say so."""
+    """Return whether `fast` is faster than `slow` beyond chance; False wherever the figures do not say so."""
     needed = least_difference(fast, slow)
     return needed is not None and (slow.median or 0) - (fast.median or 0) > needed
 
 
 def least_difference(fast: Spread, slow: Spread) -> float | None:
-    """Seconds by which the medians must differ for a claim, given both scatters; None with fewer than 4 steps.
+    """Return the seconds by which the medians must differ for a claim, given both scatters; None below 4 steps.
 
     It is the largest of three: 2 % of the faster median; four times the interquartile ranges (root of the sum of their
     squares, each over the root of its steps); and what it takes for the boxes not to overlap, of all steps where a run
@@ -106,12 +116,14 @@ def least_difference(fast: Spread, slow: Spread) -> float | None:
         return None
     (median, _, q1, q3, most, steps), (slow_median, slow_least, slow_q1, slow_q3, _, slow_steps) = one, other
     noise = _NOISE * math.hypot((q3 - q1) / math.sqrt(steps), (slow_q3 - slow_q1) / math.sqrt(slow_steps))
-    overlap = most - slow_least if min(steps, slow_steps) < _FEW else q3 - slow_q1
+    overlap = q3 - slow_q1
+    if min(steps, slow_steps) < _FEW:
+        overlap = most - slow_least
     return max(LEAST * median, noise, slow_median - median + overlap)
 
 
 def step_seconds(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of each timed step, its slowest rank's, from rows of the table `steps`."""
+    """Return the seconds of each timed step, its slowest rank's, from rows of the table `steps`."""
     slowest: dict[int, float] = defaultdict(float)
     for row in steps:
         if row.get("step_time_s") is not None:

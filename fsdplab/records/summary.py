@@ -186,7 +186,7 @@ class Summary:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "summary") -> Summary:
-        """The summary that a run.json holds; WrongType names the field that is not what it must be.
+        """Read the summary that a run.json holds; WrongType names the field that is not what it must be.
 
         >>> Summary.from_dict({"losses": [5.7, 5.6], "step_time_s": {"median": 0.4, "min": 0.3}}).step_time_s.median
         0.4
@@ -194,7 +194,7 @@ class Summary:
         return read(cls, content, where)
 
     def as_dict(self) -> dict[str, Any]:
-        """As run.json holds it: dicts, lists, texts and numbers."""
+        """Return what run.json holds: dicts, lists, texts and numbers."""
         return dict(plain(self))
 
     @property
@@ -204,14 +204,14 @@ class Summary:
 
 
 def known(value: Measured | None) -> Measured:
-    """A figure of a summary where the run must have measured it: `known(record.summary.comm.exposed_s)`."""
+    """Return a figure of a summary that the run must have measured: `known(record.summary.comm.exposed_s)`."""
     if value is None:
         raise ValueError("the run did not measure this figure; expected a finished run with timed or profiled steps")
     return value
 
 
 def core_sentence(share: float, whose: str = "") -> str:
-    """What must be said before all else of a run that is short of cores.
+    """Write what must be said before all else of a run that is short of cores.
 
     >>> core_sentence(0.31)
     "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's."

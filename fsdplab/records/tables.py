@@ -71,9 +71,15 @@ def _table(*columns: str) -> Schema:
 
 
 IDLE_PARTS = (
-    "host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "device_copies_ns",
-    "no_core_ns", "rest_ns",
-)  # fmt: skip
+    "host_bound_ns",
+    "kernel_gap_ns",
+    "data_loading_ns",
+    "synchronisation_ns",
+    "copies_ns",
+    "device_copies_ns",
+    "no_core_ns",
+    "rest_ns",
+)
 # exposed time is on the link (the transport moves bytes), copying (the host or the device), waiting for a peer, or
 # waiting for a core
 PARTS_OF_EXPOSED = ("on_link_ns", "copying_ns", "waiting_ns", "no_core_ns")
@@ -87,7 +93,15 @@ TABLES: dict[str, Schema] = {
     # threads, core_wait_s how long it waited for a core (empty where the system does not count that)
     "steps": _table("rank", "step", "loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s"),
     "ledger": _table(
-        *_WHERE, "logical_bytes", "wire_bytes", "padding_bytes", "dtype", "start_ns", "end_ns", "emulated", "waited_ns",
+        *_WHERE,
+        "logical_bytes",
+        "wire_bytes",
+        "padding_bytes",
+        "dtype",
+        "start_ns",
+        "end_ns",
+        "emulated",
+        "waited_ns",
         "issue_ns",
     ),
     "memory": _table("rank", "step", "time_ns", *CATEGORIES, "is_peak"),
@@ -96,17 +110,35 @@ TABLES: dict[str, Schema] = {
     # one row a rank and profiled step; compute only + overlapped + exposed + other = the step, to the nanosecond, and
     # on the link + copying + waiting for a peer + without a core = exposed; `core_wait_ns` is of the whole step
     "breakdown": _table(
-        "rank", "step", "step_ns", "compute_ns", "compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns",
-        *PARTS_OF_EXPOSED, "device_busy_ns", "core_wait_ns",
+        "rank",
+        "step",
+        "step_ns",
+        "compute_ns",
+        "compute_only_ns",
+        "overlapped_ns",
+        "exposed_ns",
+        "other_ns",
+        *PARTS_OF_EXPOSED,
+        "device_busy_ns",
+        "core_wait_ns",
     ),
     # where communication was exposed, and why
     "exposed": _table(*_WHERE, "communication_ns", "exposed_ns", "cause", *PARTS_OF_EXPOSED),
     # one row a collective of the profiled steps, as the trace shows it: when the rank issued it, when bytes moved, its
     # process group and the ranks that are its members, the parts of its exposed time, and why it was exposed
     "collectives": _table(
-        *_WHERE, "issue_ns", "start_ns", "end_ns", "logical_bytes", "group", "group_size", "members",
+        *_WHERE,
+        "issue_ns",
+        "start_ns",
+        "end_ns",
+        "logical_bytes",
+        "group",
+        "group_size",
+        "members",
         "exposed_ns",
-        *PARTS_OF_COLLECTIVE, "cause", "emulated",
+        *PARTS_OF_COLLECTIVE,
+        "cause",
+        "emulated",
     ),
     # when a unit was gathered and dropped
     "life": _table("rank", "step", "unit", "state", "phase", "time_ns"),
@@ -114,7 +146,7 @@ TABLES: dict[str, Schema] = {
     "idle": _table("rank", "step", *IDLE_PARTS),
     # of recorded jobs: what a rank did in a step besides training (recording/activities.py), and what a trace counts
     "activities": _table("rank", "step", "name", "count", "took_ns", "nbytes"),
-}  # fmt: skip
+}
 LATER_TABLES = ("idle", "collectives", "activities")  # records of earlier versions lack their files
 # columns in which a cell may be empty: the run did not measure it, or its trace does not tell
 _MAY_BE_EMPTY: dict[str, tuple[str, ...]] = {
@@ -138,7 +170,7 @@ CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waitin
 
 
 def file_name(table: str) -> str:
-    """The table's file in a record folder: `steps` -> `steps.csv.gz`."""
+    """Name the table's file in a record folder: `steps` -> `steps.csv.gz`."""
     return f"{table}.csv.gz"
 
 
@@ -205,10 +237,10 @@ def _typed_row(path: Path, columns: list[tuple[str, Callable[[str], Any], bool]]
             f"{path}, line {number}, has {len(cells)} cells; expected {len(columns)}. Record the run again."
         )
     try:
-        return {
-            name: None if optional and not cell else convert(cell)
-            for (name, convert, optional), cell in zip(columns, cells)
-        }
+        row: Row = {}
+        for (name, convert, optional), cell in zip(columns, cells):
+            row[name] = None if optional and not cell else convert(cell)
+        return row
     except (ValueError, KeyError) as error:
         raise RecordError(
             f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again."
@@ -216,11 +248,13 @@ def _typed_row(path: Path, columns: list[tuple[str, Callable[[str], Any], bool]]
 
 
 def of_today(content: Any) -> Any:
-    """What JSON holds, with today's names of memory's categories at every depth.
+    """Rename memory's categories to today's names in what JSON holds, at every depth.
 
     >>> of_today({"total": 3, "by_category": {"parameter_slices": 2, "other": 1}})
     {'total': 3, 'by_category': {'sharded_parameters': 2, 'other': 1}}
     """
     if isinstance(content, dict):
         return {OLD_CATEGORIES.get(name, name): of_today(part) for name, part in content.items()}
-    return [of_today(part) for part in content] if isinstance(content, list) else content
+    if isinstance(content, list):
+        return [of_today(part) for part in content]
+    return content

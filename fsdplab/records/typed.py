@@ -19,6 +19,7 @@ Size = Annotated[int, "at least 0"]
 Amount = Annotated[float, "at least 0"]
 _MOST, _MOST_FLOAT = 2**63, 1e100  # a loss that diverges is large, but a whole number counts something
 _LONGEST = 10_000  # characters of a text
+_MOST_SHOWN = 60  # characters of a value in an error
 
 
 class WrongType(ValueError):
@@ -30,66 +31,78 @@ class LongText(str):
 
 
 def read(kind: type[Kind], value: Any, where: str) -> Kind:
-    """`value`, out of JSON, as a `kind`: a dataclass, or what is said in annotations of one; WrongType names `where`.
+    """Read `value`, out of JSON, as a `kind`: a dataclass, or what annotations of one say; WrongType names `where`.
 
     >>> read(tuple[float, ...], [5.7, 5.6], "losses")
     (5.7, 5.6)
     """
-    found: Kind = _read(kind, value, where)
-    return found
+    typed: Kind = _read(kind, value, where)
+    return typed
 
 
 def plain(value: Any) -> Any:
-    """A dataclass and all inside it as JSON holds it: dicts, lists, texts, numbers."""
+    """Turn a dataclass and all inside it into what JSON holds: dicts, lists, texts, numbers."""
     if is_dataclass(value):
-        return {_key(each): plain(getattr(value, each.name)) for each in fields(value)}
+        return {_key(field): plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value
 
 
 def shown(value: Any) -> str:
-    """A value in an error's one line."""
+    """Show a value in an error's one line."""
     words = repr(value)
-    return words if len(words) <= 60 else f"{words[:60]}..."
+    if len(words) <= _MOST_SHOWN:
+        return words
+    return f"{words[:_MOST_SHOWN]}..."
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if any(each is Any or each in _PLAIN and _PLAIN[each][1](value) for each in choices):
-        return value
-    for each in choices:
-        inside = get_args(each)
-        if is_dataclass(each) and isinstance(value, dict):
-            return _dataclass(each, value, where)
-        if get_origin(each) is tuple and isinstance(value, list):
+    is_union = get_origin(kind) in (Union, UnionType)
+    choices = get_args(kind) if is_union else (kind,)
+    for choice in choices:
+        if choice is Any or choice in _PLAIN and _PLAIN[choice][1](value):
+            return value
+    for choice in choices:
+        origin, inside = get_origin(choice), get_args(choice)
+        if is_dataclass(choice) and isinstance(value, dict):
+            return _dataclass(choice, value, where)
+        if origin is tuple and isinstance(value, list):
             return tuple(_read(inside[0], part, f"{where}[{place}]") for place, part in enumerate(value))
-        if get_origin(each) is Mapping and isinstance(value, dict):
-            names = [_name(inside[0], name, where) for name in value]
-            parts = [_read(inside[1], part, f"{where}[{shown(name)}]") for name, part in value.items()]
-            return dict(zip(names, parts))
+        if origin is Mapping and isinstance(value, dict):
+            return _mapping(inside[0], inside[1], value, where)
     raise WrongType(f"{where}: expected {' or '.join(map(_words, choices))}, got {shown(value)}")
 
 
+def _mapping(kind_of_name: Any, kind: Any, value: dict[str, Any], where: str) -> dict[str | int, Any]:
+    names = [_name(kind_of_name, name, where) for name in value]  # wrong names are said before wrong values
+    parts = [_read(kind, part, f"{where}[{shown(name)}]") for name, part in value.items()]
+    return dict(zip(names, parts))
+
+
 def _dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
-    known, found = _types(kind), {}
-    for each in fields(kind):
-        key = _key(each)
-        has_default = each.default is not MISSING or each.default_factory is not MISSING
+    types = _types(kind)
+    typed = {}
+    for field in fields(kind):
+        key = _key(field)
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
         if value.get(key) is None and has_default:
             continue
-        if key in value:
-            found[each.name] = _read(known[each.name], value[key], f"{where}.{key}" if where else key)
-        else:
+        if key not in value:
             raise WrongType(f"{where}: expected an object with {key}, got {shown(value)}")
-    return kind(**found)
+        typed[field.name] = _read(types[field.name], value[key], f"{where}.{key}" if where else key)
+    return kind(**typed)
 
 
 def _name(kind: Any, name: str, where: str) -> str | int:
     """A key of an object; JSON has whole numbers as texts there."""
-    if kind is int and not (name.isascii() and name.isdecimal() and len(name) < 20):
+    if kind is not int:
+        return name
+    if not (name.isascii() and name.isdecimal() and len(name) < 20):
         raise WrongType(f"{where}: expected whole numbers as names, got {shown(name)}")
-    return int(name) if kind is int else name
+    return int(name)
 
 
 @cache

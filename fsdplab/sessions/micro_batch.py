@@ -42,7 +42,8 @@ from fsdplab.planning.lab_memory.step import Allocate, Call, Event, Free, Gradie
 from fsdplab.sessions.scratch import Taken, one_thread, taken_by
 from fsdplab.workloads.workload import At
 
-_RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
+RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
+SCRATCH = -1  # instead of a storage's number: memory inside an operator
 CPU = torch.device("cpu")
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
@@ -164,7 +165,7 @@ def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[
         stored[unit] = tuple(_stored(parameter, name, unit, policy, log) for parameter, name in owned.items())
         hooks[unit] = UnitHooks([module], Unit(_NoMemory(unit, owned, policy), None))
     in_order = {name: hooks[name].unit for name in names.values() if name in hooks}
-    random_state = _RANDOM_STATE if recompute is not None else 0
+    random_state = RANDOM_STATE if recompute is not None else 0
     runtime = _Calls(in_order, log, random_state)
     for unit_hooks in hooks.values():
         unit_hooks.runtime = runtime
@@ -260,9 +261,10 @@ class _Calls(Runtime):
     def after_backward(self, unit: Unit) -> None:
         if not self._ends:
             self._queue_end()
-            self._note("after_backward", unit)
             if self._random_state and unit is not self.root:
+                # autograd has let go of what the unit's first operator saved before it hands on a gradient
                 self.log.note(Free(self._kept_for(unit)))
+            self._note("after_backward", unit)
         super().after_backward(unit)
 
     def end_backward(self) -> None:
@@ -340,7 +342,7 @@ class StorageLog(TorchDispatchMode):
         if self._between and func is torch.ops.aten.add.Tensor and new:
             self._summed = new[0], {self._number(term) for term in args[:2] if _may_be_written(term)}
         if taken.scratch:
-            self._events += [Allocate(-1, taken.scratch, "activations"), Free(-1)]
+            self._events += [Allocate(SCRATCH, taken.scratch, "activations"), Free(SCRATCH)]
         self._count(func, args, given, result, bool(new))
         return result
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.profiler import profile
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fsdplab.planning.lab_memory.presets import attention_tile
+from fsdplab.planning.lab_memory.presets import attention_backward_scratch, attention_scratch
 from fsdplab.profiling.profiler import activities_on
 
 aten = torch.ops.aten
@@ -110,13 +110,11 @@ def _changes(nodes: Any) -> Iterator[tuple[int, int]]:
 
 def _attention(args: tuple, result: Any) -> int:
     sequence, head_width = args[0].shape[-2:]
-    rows, columns = attention_tile(sequence)
-    return rows * (columns + 2 + head_width) * 4
+    return attention_scratch(sequence, head_width)
 
 
 def _attention_backward(args: tuple, result: Any) -> int:
-    rows, columns = attention_tile(args[1].shape[-2])
-    return 2 * rows * columns * 4
+    return attention_backward_scratch(args[1].shape[-2])
 
 
 def _layer_norm_backward(args: tuple, result: Any) -> int:

@@ -19,6 +19,7 @@ from fsdplab.common.words import harmless
 # nbformat's checker of addresses in many scripts, which jupyterlab brings, takes 1.5 s to import; no notebook needs it
 with without_package("rfc3987_syntax"):
     from .authoring import progress, tracks
+    from .authoring.colab import Published
     from .authoring.course import CourseError, build_course, notebooks_in
     from .authoring.course_run import BOTH, executed_in, run_course
     from .core.course_state import EDITIONS
@@ -26,6 +27,7 @@ with without_package("rfc3987_syntax"):
 
 _EXAMPLES = """Examples:
   fsdplab course build --edition teacher --out print
+  fsdplab course build --colab OWNER/REPO/blob/main/course --wheel https://example.org/fsdplab-0.2.0-py3-none-any.whl
   fsdplab course test course-learner
   fsdplab course site pages
   fsdplab course site pages --source my-executed --executed
@@ -66,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
     build.add_argument("--source", **_SOURCES)
+    build.add_argument(
+        "--colab",
+        metavar="OWNER/REPO/blob/BRANCH/FOLDER",
+        help="where you will publish the folder on GitHub: each notebook gets a badge that opens it in Colab",
+    )
+    build.add_argument("--wheel", metavar="URL", help="of --colab: the address of the wheel that a first cell installs")
     build.add_argument("--quiet", action="store_true", help="do not list what was written")
     test = command("test", _test, "run a folder of notebooks; sources as both editions")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
@@ -103,7 +111,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _build(asked: argparse.Namespace) -> int:
-    built = build_course(asked.source, asked.out or Path(f"course-{asked.edition}"), asked.edition)
+    change = None
+    if asked.colab or asked.wheel:
+        if not (asked.colab and asked.wheel):
+            raise CourseError(
+                "--colab and --wheel go together: the notebooks' folder on GitHub, and the wheel's address"
+            )
+        change = Published.at(asked.colab, asked.wheel).notebook
+    built = build_course(asked.source, asked.out or Path(f"course-{asked.edition}"), asked.edition, change)
     if not asked.quiet:
         for path in built.notebooks:
             print(path)

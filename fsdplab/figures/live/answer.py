@@ -20,7 +20,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of
 from fsdplab.planning.remedies import Remedy, in_cards, in_words, lacking, remedies
 from fsdplab.planning.simulation import simulate
-from fsdplab.planning.step_time import MOST_PASSES
+from fsdplab.planning.step_time import MOST_PASSES, StepTime
 from fsdplab.records import RunRecord
 
 from .controls import command_of, offered, spec_of
@@ -30,7 +30,8 @@ _LEAST, _MOST = 280, 1400  # pixels of a drawing
 
 
 def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
-    """Id of a place -> its HTML, for drawings of so many pixels; {"error": sentence} for a plan that cannot be made.
+    """Return id of a place -> its HTML, for drawings of so many pixels; {"error": sentence} for a plan that cannot be
+    made.
 
     "json" is what `fsdplab plan --json` writes for the same choice.
     """
@@ -40,45 +41,53 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
         record = simulate(spec) if found.time and _is_simulated(spec) else None
     except UserError as error:
         return {"error": escape(str(error))}
-    room, band = max(_LEAST, min(_MOST, width)), memory_band(spec)
-    around = band.around(found.memory.peak.total)
-    copies = _copies(spec) | {"command": command_of(choice)}
-    return {
+    pixels = max(_LEAST, min(_MOST, width))
+    band = memory_band(spec)
+    low, high = band.around(found.memory.peak.total)
+    places = {
         "error": "",
-        "verdict": _verdict(found, around[1]),
+        "verdict": _verdict(found, high),
         "remedies": "" if found.fits else "".join(_remedies(found, choice)),
-        "quantities": "".join(_quantity(*each) for each in _quantities(found, band)),
-        "memory": memory_drawing(found, around, room),
+        "quantities": "".join(_quantity(name, value, beside) for name, value, beside in _quantities(found, band)),
+        "memory": memory_drawing(found, (low, high), pixels),
         "categories": _categories(found),
-        "step": step_drawing(_first_rank(record), room) if record else "",
+        "step": step_drawing(_first_rank(record), pixels) if record else "",
         "step-words": escape(_step_words(found, record)),
-        **{name: escape(text) for name, text in copies.items()},
-        "json": escape(json.dumps(plan_json(found), indent=2)),
     }
+    for name, text in _copies(spec).items():
+        places[name] = escape(text)
+    places["command"] = escape(command_of(choice))
+    places["json"] = escape(json.dumps(plan_json(found), indent=2))
+    return places
 
 
+# a pipeline and a step of many passes are predicted in closed form alone
 def _is_simulated(spec: PlanSpec) -> bool:
     return spec.pipeline_parallel == 1 and spec.model.layers * spec.grad_accum <= MOST_PASSES
 
 
 def answered(choice: str, width: int) -> str:
-    """`answer` with texts of JSON, which pass between JavaScript and Python as they are."""
+    """Return `answer` for texts of JSON, which pass between JavaScript and Python as they are."""
     return json.dumps(answer(json.loads(choice), width))
 
 
 def _verdict(found: Plan, high: float) -> str:
-    """Whether it fits, and why; `high` is the upper end of the peak's band in bytes."""
-    fitness, card, reserved = found.fitness, found.spec.gpu.memory_bytes, found.memory.reserved_bytes
-    more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({size(reserved)})"
-    words = lacking(found) or (
-        f"{size(found.memory.peak.total)} of {size(card)} at the peak; {'also' if fitness == 'yes' else 'not'} with"
-        f" {more}"
-    )
-    return f'<b class="{fitness}">fits: {fitness}</b> {escape(words)}'
+    """Say whether it fits, and why; `high` is the upper end of the peak's band in bytes."""
+    words = lacking(found) or _room_words(found, high)
+    return f'<b class="{found.fitness}">fits: {found.fitness}</b> {escape(words)}'
+
+
+def _room_words(found: Plan, high: float) -> str:
+    """Say how much of the card is needed at the peak, and whether the card holds what may come on top of it."""
+    peak, card = size(found.memory.peak.total), size(found.spec.gpu.memory_bytes)
+    also = "also" if found.fitness == "yes" else "not"
+    reserved = size(found.memory.reserved_bytes)
+    more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({reserved})"
+    return f"{peak} of {card} at the peak; {also} with {more}"
 
 
 def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
-    """What makes the plan fit, each with a button that chooses it where the controls offer it."""
+    """Yield what makes the plan fit, each with a button that chooses it where the controls offer it."""
     ways = remedies(found.spec)
     for remedy in ways:
         yield f"<li>{_remedy(remedy, choice)}</li>"
@@ -90,56 +99,61 @@ def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
 
 
 def _remedy(remedy: Remedy, choice: Mapping[str, str]) -> str:
-    """A button with the flags, and the figures behind it."""
+    """Return a button with the flags, and the figures behind it."""
+    flags = f"<code>{escape(remedy.words)}</code>"
+    words = escape(in_words(remedy).removeprefix(remedy.words).strip(" ()"))
     chosen = offered(choice, dict(remedy.changes))
-    flags, words = escape(remedy.words), escape(in_words(remedy).removeprefix(remedy.words).strip(" ()"))
-    if chosen is None:
-        return f"<code>{flags}</code> {words}; fits: {remedy.fitness}"
-    values = escape(json.dumps(chosen))
-    return (
-        f'<button type="button" class="remedy" data-choice="{values}"><code>{flags}</code></button>'
-        f" {words}; fits: {remedy.fitness}"
-    )
+    if chosen is not None:
+        values = escape(json.dumps(chosen))
+        flags = f'<button type="button" class="remedy" data-choice="{values}">{flags}</button>'
+    return f"{flags} {words}; fits: {remedy.fitness}"
 
 
-def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
-    """Name, value, and the band or why there is none."""
-    peak, time = found.memory.peak.total, found.time
-    low, high = map(size, memory.around(peak))
-    yield "peak memory", size(peak), f"{low} to {high} {memory.words}"
+_Quantity = tuple[str, str, str]  # its name, its value, and its band or why there is none
+
+
+def _quantities(found: Plan, memory: Band) -> Iterator[_Quantity]:
+    """Yield the figures of the plan, in the page's order."""
+    peak = found.memory.peak.total
+    low, high = memory.around(peak)
+    yield "peak memory", size(peak), f"{size(low)} to {size(high)} {memory.words}"
     sent = sum(row.step_bytes for row in found.traffic)
     yield "sent by a rank a step", size(sent) if sent else "nothing", "counted, not estimated"
-    if time is None:
+    if found.time is None:
         yield "step", MISSING, f"no bf16 FLOP/s are known for {found.spec.gpu.name}"
         return
-    band, speed = speed_band(found.spec), found.tokens_per_s_per_gpu or 0.0
-    slow, fast = band.around(speed)
-    yield "tokens/s a GPU", three_digits(speed), f"{three_digits(slow)} to {three_digits(fast)} {band.words}"
-    yield (
-        "step",
-        seconds(time.step_s),
-        f"{seconds(time.step_s / band.high)} to {seconds(time.step_s / band.low)}, by the band of tokens/s",
-    )
-    mfu = found.mfu or 0.0
-    yield "MFU", f"{mfu:.1%}", f"{mfu * band.low:.1%} to {mfu * band.high:.1%}, by the band of tokens/s"
+    yield from _speeds(found, found.time)
     if found.spec.offload:
-        yield "optimizer on the CPU", seconds(time.host_optimizer_s), f"of the step's compute; {OPTIMIZER_SOURCE}"
-        words = f"{seconds(time.exposed_copies_s)} exposed, {seconds(time.copies_s)} alone"
-        yield "copies to and from the host", words, f"over {host_link(found.spec).name}, at its specification's rate"
+        yield from _of_offloading(found.spec, found.time)
     for name, words in sentences(elsewhere(found.spec)):
-        value, _, rest = words.partition(" ")
-        unit, _, rest = rest.partition(" ")
-        yield name, f"{value} {unit}", rest
-    exposed = max(0.0, time.exposed_s)
-    yield (
-        "exposed communication and copies" if found.spec.offload else "exposed communication",
-        f"{exposed / time.step_s:.1%}",
-        f"{seconds(exposed)} of a step; {_exposed_words(found.spec)}",
-    )
+        number, _, rest = words.partition(" ")
+        unit, _, beside = rest.partition(" ")
+        yield name, f"{number} {unit}", beside
+    name = "exposed communication"
+    if found.spec.offload:
+        name += " and copies"
+    exposed_s = max(0.0, found.time.exposed_s)
+    yield name, f"{exposed_s / found.time.step_s:.1%}", f"{seconds(exposed_s)} of a step; {_exposed_words(found.spec)}"
+
+
+def _speeds(found: Plan, time: StepTime) -> Iterator[_Quantity]:
+    """Yield tokens a second, the step and MFU: one band, as they are one measurement."""
+    band, speed, mfu = speed_band(found.spec), found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
+    slow, fast = band.around(speed)
+    by = "by the band of tokens/s"
+    yield "tokens/s a GPU", three_digits(speed), f"{three_digits(slow)} to {three_digits(fast)} {band.words}"
+    yield "step", seconds(time.step_s), f"{seconds(time.step_s / band.high)} to {seconds(time.step_s / band.low)}, {by}"
+    yield "MFU", f"{mfu:.1%}", f"{mfu * band.low:.1%} to {mfu * band.high:.1%}, {by}"
+
+
+def _of_offloading(spec: PlanSpec, time: StepTime) -> Iterator[_Quantity]:
+    yield "optimizer on the CPU", seconds(time.host_optimizer_s), f"of the step's compute; {OPTIMIZER_SOURCE}"
+    copies = f"{seconds(time.exposed_copies_s)} exposed, {seconds(time.copies_s)} alone"
+    yield "copies to and from the host", copies, f"over {host_link(spec).name}, at its specification's rate"
 
 
 def _exposed_words(spec: PlanSpec) -> str:
-    """The band of exposed time on cards whose collectives go through host memory, or why there is none."""
+    """Return the band of exposed time on cards whose collectives go through host memory, or why there is none."""
     peers = peerless_band(spec)
     return peers.words if peers else "no published run says it, so no band is known"
 
@@ -149,19 +163,23 @@ def _quantity(name: str, value: str, beside: str) -> str:
 
 
 def _categories(found: Plan) -> str:
-    """The drawing's legend, with the bytes at the peak."""
+    """Return the drawing's legend, with the bytes at the peak."""
     by_category = found.memory.peak.by_category
-    return "".join(
-        f'<li title="{escape(row.sentence)}"><i style="background:{row.colour}"></i>{escape(row.title)}'
-        f" <b>{size(by_category[name])}</b></li>"
-        for name, row in CATEGORY_ROWS.items()
-        if by_category[name] >= 1
-    )
+    entries = ""
+    for name, row in CATEGORY_ROWS.items():
+        if by_category[name] >= 1:
+            entries += (
+                f'<li title="{escape(row.sentence)}"><i style="background:{row.colour}"></i>{escape(row.title)}'
+                f" <b>{size(by_category[name])}</b></li>"
+            )
+    return entries
 
 
 def _copies(spec: PlanSpec) -> dict[str, str]:
+    """Return the plan as lines of other programs, by the id of their place."""
     if spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * spec.expert_parallel > 1:
-        return dict.fromkeys(("pytorch", "accelerate"), "# no lines are known for the mesh's other axes")
+        no_lines = "# no lines are known for the mesh's other axes"
+        return {"pytorch": no_lines, "accelerate": no_lines}
     what = of_plan(spec)
     return {"pytorch": pytorch(what), "accelerate": accelerate_yaml(what)}
 

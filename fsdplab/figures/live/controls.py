@@ -49,7 +49,7 @@ class Control:
 
 
 def controls() -> tuple[Control, ...]:
-    """All controls, in the page's order."""
+    """Return all controls, in the page's order."""
     models = tuple(name for name, shape in SHAPES.items() if shape.layers >= _FEWEST_LAYERS and shape.vocabulary > 1000)
     return (
         Control("model", "Model", models, _MODEL),
@@ -81,7 +81,7 @@ def _of_a_field(name: str, label: str, values: tuple[str, ...], folded: bool = F
     return Control(name, label, values, str(_DEFAULTS[name]), folded)
 
 
-_DEFAULTS = {each.name: each.default for each in fields(PlanSpec)}
+_DEFAULTS = {field.name: field.default for field in fields(PlanSpec)}
 
 
 def _powers(first: int, last: int) -> tuple[str, ...]:
@@ -90,46 +90,60 @@ def _powers(first: int, last: int) -> tuple[str, ...]:
 
 
 def short_name(gpu: str) -> str:
-    """A GPU's name as a flag takes it: `short_name("H100 SXM 80GB") == "h100-80gb"`."""
+    """Return a GPU's name as a flag takes it: `short_name("H100 SXM 80GB") == "h100-80gb"`."""
     return gpu.lower().replace(" sxm", "").replace("rtx ", "").replace(" ", "-")
 
 
 def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
-    """A choice as `plan_spec` takes it; what is not chosen has the control's default."""
-    chosen = {each.name: choice.get(each.name, each.default) for each in controls()}
-    plain = {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
-    usual = {name: None for name in ("network", "host_memory", "base_dtype") if chosen[name] == USUAL}
-    host = {} if "host_memory" in usual else {"host_memory": parse_size(chosen["host_memory"])}
-    return plain | usual | host | {"offload": chosen["offload"] == "cpu"}
+    """Return a choice as `plan_spec` takes it; what is not chosen has the control's default."""
+    settings: dict[str, Any] = {}
+    for control in controls():
+        value = choice.get(control.name, control.default)
+        is_number = value.isdigit() and control.name != "gpu"  # a GPU's name may be a number
+        settings[control.name] = int(value) if is_number else value
+    for name in ("network", "host_memory", "base_dtype"):
+        if settings[name] == USUAL:
+            settings[name] = None
+    if settings["host_memory"] is not None:
+        settings["host_memory"] = parse_size(str(settings["host_memory"]))
+    settings["offload"] = settings["offload"] == "cpu"
+    return settings
 
 
 def spec_of(choice: Mapping[str, str]) -> PlanSpec:
-    """The plan's spec; raises ModelError, HardwareError or PlanError, each one line."""
+    """Return the plan's spec; raises ModelError, HardwareError or PlanError, each one line."""
     return plan_spec(**settings_of(choice))
 
 
 def command_of(choice: Mapping[str, str]) -> str:
-    """The command that prints the same figures; choices at their defaults are left out."""
-    usual = {each.name: each.default for each in controls()}
-    chosen = {name: value for name, value in choice.items() if name in usual}
-    named = {name: value for name, value in chosen.items() if name in ("model", "gpu") or value != usual[name]}
-    return " ".join(["fsdplab plan", *(f"{flag_of(name)} {value}" for name, value in named.items())])
+    """Return the command that prints the same figures; choices at their defaults are left out."""
+    defaults = {control.name: control.default for control in controls()}
+    words = ["fsdplab plan"]
+    for name, value in choice.items():
+        is_always_named = name in ("model", "gpu")
+        if name in defaults and (is_always_named or value != defaults[name]):
+            words.append(f"{flag_of(name)} {value}")
+    return " ".join(words)
 
 
 def offered(choice: Mapping[str, str], changes: Changes) -> dict[str, str] | None:
-    """A choice with the changes of a remedy, as the controls name them; None where they do not offer one of these.
+    """Return a choice with the changes of a remedy, as the controls name them; None where they do not offer one of
+    these.
 
     Of GPUs the next larger number that is offered is taken.
     """
-    by_name = {each.name: each for each in controls()}
-    found = dict(choice)
+    by_name = {control.name: control for control in controls()}
+    changed = dict(choice)
     for name, value in changes.items():
         if name == "shard_size":
             continue  # of a strategy without groups, or the usual one
-        words = "cpu" if name == "offload" else str(value)
-        if name == "gpus":
+        if name == "offload":
+            words = "cpu"
+        elif name == "gpus":
             words = next((count for count in by_name[name].values if int(count) >= value), "")
+        else:
+            words = str(value)
         if name not in by_name or words not in by_name[name].values:
             return None
-        found[name] = words
-    return found
+        changed[name] = words
+    return changed

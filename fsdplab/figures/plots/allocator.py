@@ -15,10 +15,14 @@ from fsdplab.profiling.memory.snapshot_memory import OTHER, DeviceMemory
 MB = 1e6
 _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
 _MOST_POINTS = 2_000  # of a line
+_AT_THE_PEAK, _AT_THE_FAILURE = "at the peak", "when a request failed"
+_UNUSED = "reserved, used by nothing"
+_CATEGORY_COLOURS = ("#cc7fa8", "#4aa3e0", "#6bb38a", "#d9b84a", "#8a4a9e", "#b3bac4")
+_COLOURS = {_UNUSED: "#cfd3d9", "in use": "#6b7380", "free on the device": "#eef0f2", "asked for": ALARM}
 
 
 def allocator_peak(memory: DeviceMemory) -> go.Figure:
-    """A bar of the reserved memory at the peak: what is in use by category, and what is used by nothing.
+    """Draw a bar of the reserved memory at the peak: what is in use by category, and what is used by nothing.
 
     Where a request failed, a second bar of the memory at that instant, what was free on the device, and what was asked
     for.
@@ -27,37 +31,47 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     """
     if not memory.peak:
         raise ValueError(f"nothing was in use on device {memory.device}, so there is no peak to draw")
-    unused = max(0, memory.reserved_at_peak - memory.peak)
     ends = {_AT_THE_PEAK: f"<b>{size(memory.peak)}</b> in use, {size(memory.reserved_at_peak)} reserved"}
-    lengths = {name: [nbytes, 0] for name, nbytes in memory.by_category.items()}
-    then = {_UNUSED: 0}
-    failed = memory.out_of_memory
-    if failed is not None:
-        ends["when a request failed"] = f"<b>{size(failed.asked)}</b> were asked for"
-        then = {
-            "in use": failed.in_use,
-            _UNUSED: max(0, failed.reserved - failed.in_use),
-            "free on the device": failed.device_free or 0,
-            "asked for": failed.asked,
-        }
-    for name, nbytes in then.items():
-        lengths[name] = [unused if name == _UNUSED else 0, nbytes]
-    parts = [
-        Part(name, _colour(name, place), [nbytes / MB for nbytes in each[: len(ends)]])
-        for place, (name, each) in enumerate(lengths.items())
-        if any(each)
-    ]
-    figure = stacked_bars(ends, parts, "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
-    told = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.by_category.items())
-    alt = f"A bar of the reserved memory at the peak: {told}; {_UNUSED} {size(unused)}."
+    if memory.out_of_memory is not None:
+        ends[_AT_THE_FAILURE] = f"<b>{size(memory.out_of_memory.asked)}</b> were asked for"
+    figure = stacked_bars(ends, _parts(memory, len(ends)), "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
+    categories = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.by_category.items())
+    alt = f"A bar of the reserved memory at the peak: {categories}; {_UNUSED} {size(_unused_at_peak(memory))}."
     conditions = "Recorded by PyTorch's allocator; categories by the stacks of allocations"
     return titled(figure, _finding(memory), conditions, alt, 86 + 43 * len(ends))
 
 
-_AT_THE_PEAK = "at the peak"
-_UNUSED = "reserved, used by nothing"
-_CATEGORY_COLOURS = ("#cc7fa8", "#4aa3e0", "#6bb38a", "#d9b84a", "#8a4a9e", "#b3bac4")
-_COLOURS = {_UNUSED: "#cfd3d9", "in use": "#6b7380", "free on the device": "#eef0f2", "asked for": ALARM}
+def _parts(memory: DeviceMemory, bars: int) -> list[Part]:
+    """Return what fills the one or two bars; what is in none of them is left out.
+
+    Categories are known at the peak alone.
+    """
+    at_peak = {**memory.by_category, _UNUSED: _unused_at_peak(memory)}
+    at_failure = _at_failure(memory)
+    parts = []
+    # the order of the legend: what is in use comes before what is not
+    for place, name in enumerate({**memory.by_category, **at_failure, **at_peak}):
+        lengths = [at_peak.get(name, 0), at_failure.get(name, 0)]
+        if any(lengths):
+            parts.append(Part(name, _colour(name, place), [nbytes / MB for nbytes in lengths[:bars]]))
+    return parts
+
+
+def _unused_at_peak(memory: DeviceMemory) -> int:
+    return max(0, memory.reserved_at_peak - memory.peak)
+
+
+def _at_failure(memory: DeviceMemory) -> dict[str, int]:
+    """Return the bytes of the device when a request failed; {} where none did."""
+    failed = memory.out_of_memory
+    if failed is None:
+        return {}
+    return {
+        "in use": failed.in_use,
+        _UNUSED: max(0, failed.reserved - failed.in_use),
+        "free on the device": failed.device_free or 0,
+        "asked for": failed.asked,
+    }
 
 
 def _colour(name: str, place: int) -> str:
@@ -65,22 +79,29 @@ def _colour(name: str, place: int) -> str:
 
 
 def _finding(memory: DeviceMemory) -> str:
-    """The request that failed and why, or what fills the peak."""
+    """Return the title: the request that failed and why, or what fills the peak."""
     failed = memory.out_of_memory
-    category, nbytes = next(iter(memory.by_category.items()), ("", 0))
-    mostly = f", {percent(nbytes / memory.peak)} of it {category}" if nbytes and category != OTHER else ""
+    in_use = f"{size(memory.peak)} in use{_mostly(memory)}"
     if failed is None:
-        return f"Device {memory.device}: {size(memory.peak)} in use{mostly}"
+        return f"Device {memory.device}: {in_use}"
     if memory.free >= failed.asked > memory.largest_free:
         return (
             f"Device {memory.device}: {size(failed.asked)} asked for beside {size(memory.free)} that are used by"
             " nothing, in pieces"
         )
-    return f"Device {memory.device}: no room for {size(failed.asked)} beside {size(memory.peak)} in use{mostly}"
+    return f"Device {memory.device}: no room for {size(failed.asked)} beside {in_use}"
+
+
+def _mostly(memory: DeviceMemory) -> str:
+    """Say what the largest category is; nothing where the stacks do not tell it."""
+    category, nbytes = next(iter(memory.by_category.items()), ("", 0))
+    if not nbytes or category == OTHER:
+        return ""
+    return f", {percent(nbytes / memory.peak)} of it {category}"
 
 
 def allocator_timeline(memory: DeviceMemory) -> go.Figure:
-    """Memory in use and reserved, MB, over the time of the recorded events.
+    """Draw memory in use and reserved, MB, over the time of the recorded events.
 
     Raises ValueError where the snapshot holds no events.
     """
@@ -96,13 +117,10 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     in_use = [moment.in_use / MB for moment in moments]
     reserved = [moment.reserved / MB for moment in moments]
     highest = max(range(len(in_use)), key=in_use.__getitem__)
-    figure = go.Figure(
-        [
-            line("reserved from the driver", _RESERVED_COLOUR, times, reserved, 2, line_shape="hv"),
-            line("in use by tensors", _IN_USE_COLOUR, times, in_use, line_shape="hv", fill="tozeroy"),
-            peak(times[highest], in_use[highest]),
-        ]
-    )
+    figure = go.Figure()
+    figure.add_trace(line("reserved from the driver", _RESERVED_COLOUR, times, reserved, 2, line_shape="hv"))
+    figure.add_trace(line("in use by tensors", _IN_USE_COLOUR, times, in_use, line_shape="hv", fill="tozeroy"))
+    figure.add_trace(peak(times[highest], in_use[highest]))
     figure.update_xaxes(title_text="time since the first event (ms)")
     figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
     if memory.out_of_memory is not None:

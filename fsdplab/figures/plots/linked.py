@@ -21,7 +21,7 @@ from fsdplab.figures.bars import Mark, Span, downsample, lane, mark_lanes, named
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import MB, bands, total
-from fsdplab.figures.plots.timeline import lane_bars, lanes_of, phase_lines, phases
+from fsdplab.figures.plots.timeline import Lanes, lane_bars, lanes_of, phase_lines, phases
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of, unit_order
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, GRID, titled
 from fsdplab.records import RunRecord
@@ -35,64 +35,125 @@ _GAP = 34  # pixels between two panels
 
 
 def linked_view(record: RunRecord, limit: int = MARKS) -> go.Figure:
-    """The memory step on one clock: rank timeline, memory of the worst rank (MB), and the units' states on every rank.
+    """Draw the memory step on one clock: rank timeline, memory of the worst rank (MB), and the units' states on every
+    rank.
 
     Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all.
     """
-    return _linked(record, None, limit)
+    step = _step_of(record)
+    figure, merged = _panels(step, _heights(step), limit)
+    title, alt = _finding(record, step.life, step.top)
+    _name_peak(figure, step.top, _domains(_heights(step)))
+    return _finished(figure, step, title, alt, merged, _heights(step))
 
 
 def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
-    """The linked view with the cursor `at_ns` after the step began, and under it the map of slices at that instant.
+    """Draw the linked view with the cursor `at_ns` after the step began, and under it the map of slices at that
+    instant.
 
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
     """
-    return _linked(record, at_ns, MARKS)
+    step = _step_of(record)
+    heights = [*_heights(step), map_height(step.life, 46)]
+    figure, merged = _panels(step, heights, MARKS)
+    title, alt = finding(record, step.life, at_ns)
+    _add_map(figure, step.life, at_ns, _domains(heights))
+    return _finished(figure, step, title, alt, merged, heights)
 
 
 def peak_instant(record: RunRecord) -> int:
-    """When the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
+    """Return when the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
     life = unit_states(record)
-    return min(max(0, max(memory_of_step(record, life), key=total)["time_ns"]), life.length)
+    top = max(memory_of_step(record, life), key=total)
+    return min(max(0, top["time_ns"]), life.length)
 
 
-def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
+# ---- the step and its panels
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the panels of one step show: its timeline, the memory of the rank with the highest peak, and its units."""
+
+    record: RunRecord
+    life: UnitStates
+    memory: list[Row]
+    rows: list[Row]
+    lanes: Lanes
+
+    @property
+    def end(self) -> float:
+        """Where the clock ends, in ms."""
+        return self.life.length / MS
+
+    @property
+    def top(self) -> Row:
+        """The row of the highest memory."""
+        return max(self.memory, key=total)
+
+
+def _step_of(record: RunRecord) -> _Step:
     life = unit_states(record)
     memory = memory_of_step(record, life)
     _, rows = timeline_of(record, life.step)
-    lanes, end = lanes_of(rows), life.length / MS
-    heights = [round(22 * lanes.bottom), 160, max(70, _LANE * len(life.keys)) if len(life.keys) <= _NAMED else 300]
-    heights += [] if at_ns is None else [map_height(life, 46)]
-    domains, top = _domains(heights), max(memory, key=total)
-    timeline, merged = lane_bars(rows, lanes, end, limit)
-    drawn = [*memory, {**memory[-1], "time_ns": max(life.length, memory[-1]["time_ns"])}]
-    stack = bands(drawn, [round(row["time_ns"] / MS, 4) for row in drawn], yaxis="y2")
-    figure = go.Figure([*timeline, *stack, *_life_bars(life, end, limit)])
-    spike = dict(
-        showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid", spikecolor=_CURSOR
-    )  # fmt: skip
-    clock = dict(range=[0, 1.005 * end], anchor="y3", title_text="time since the step began (ms)")
+    return _Step(record, life, memory, rows, lanes_of(rows))
+
+
+def _heights(step: _Step) -> list[int]:
+    """Return the pixels of each panel, from the top down."""
+    lives = len(step.life.keys)
+    height_of_lives = max(70, _LANE * lives) if lives <= _NAMED else 300
+    return [round(22 * step.lanes.bottom), 160, height_of_lives]
+
+
+def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str]:
+    """Return (the panels on one clock, the subtitle's words on marks that were merged)."""
+    domains = _domains(heights)
+    timeline, merged = lane_bars(step.rows, step.lanes, step.end, limit)
+    figure = go.Figure([*timeline, *_memory_bands(step), *_life_bars(step.life, step.end, limit)])
+    clock = dict(range=[0, 1.005 * step.end], anchor="y3", title_text="time since the step began (ms)")
+    spike = dict(showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid")
+    memory_axis = dict(title_text="live memory (MB)", range=[0, 1.25 * total(step.top) / MB], nticks=5)
     figure.update_layout(
-        xaxis=clock | spike,
-        yaxis=lanes.axis(heights[0]) | dict(domain=domains[0]),
-        yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, 1.25 * total(top) / MB], nticks=5),
-        yaxis3=_life_axis(life) | dict(domain=domains[2]),
-        spikedistance=-1, barmode="overlay", hovermode="closest", **phase_lines(phases(rows), end, domains[2][0]),
-    )  # fmt: skip
-    figure.add_trace(peak(top["time_ns"] / MS, total(top) / MB, yaxis="y2"))
-    if at_ns is None:
-        title, alt = _finding(record, life, top)
-        _name_peak(figure, top, domains)
-    else:
-        title, alt = finding(record, life, at_ns)
-        _add_map(figure, life, at_ns, domains)
-    where = conditions(record, f"step {life.step}", merged)
-    titled(figure, title, where, alt, sum(heights) + _GAP * (len(heights) - 1) + 70)
+        xaxis=clock | spike | dict(spikecolor=_CURSOR),
+        yaxis=step.lanes.axis(heights[0]) | dict(domain=domains[0]),
+        yaxis2=dict(domain=domains[1]) | memory_axis,
+        yaxis3=_life_axis(step.life) | dict(domain=domains[2]),
+        spikedistance=-1,
+        barmode="overlay",
+        hovermode="closest",
+        **phase_lines(phases(step.rows), step.end, domains[2][0]),
+    )
+    figure.add_trace(peak(step.top["time_ns"] / MS, total(step.top) / MB, yaxis="y2"))
+    return figure, merged
+
+
+def _memory_bands(step: _Step) -> list[go.Scatter]:
+    last = step.memory[-1]
+    # memory keeps its last level to the end of the step
+    rows = [*step.memory, {**last, "time_ns": max(step.life.length, last["time_ns"])}]
+    return bands(rows, [round(row["time_ns"] / MS, 4) for row in rows], yaxis="y2")
+
+
+def _finished(figure: go.Figure, step: _Step, title: str, alt: str, merged: str, heights: list[int]) -> go.Figure:
+    where = conditions(step.record, f"step {step.life.step}", merged)
+    height = sum(heights) + _GAP * (len(heights) - 1)
+    titled(figure, title, where, alt, height + 70)
     return figure.update_layout(margin_b=70)
 
 
+def _domains(heights: list[int]) -> list[tuple[float, float]]:
+    """Return (bottom, top) of each panel on the paper, from the top down: heights in pixels to shares."""
+    whole = sum(heights) + _GAP * (len(heights) - 1)
+    domains, top = [], 0
+    for height in heights:
+        domains.append((max(0.0, 1 - (top + height) / whole), 1 - top / whole))
+        top += height + _GAP
+    return domains
+
+
 def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
-    """The memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
+    """Return the memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
     rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
     if not rows:
         raise ValueError(
@@ -100,52 +161,58 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
         )
     worst = max(rows, key=total)["rank"]
     shift = record.summary.memory_start_ns.get(worst, life.begin) - life.begin
-    mine = sorted((row for row in rows if row["rank"] == worst), key=lambda row: row["time_ns"])
-    return [{**row, "time_ns": row["time_ns"] + shift} for row in mine]
+    of_worst = [{**row, "time_ns": row["time_ns"] + shift} for row in rows if row["rank"] == worst]
+    return sorted(of_worst, key=lambda row: row["time_ns"])
+
+
+# ---- the units' states
 
 
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
-    """A narrow lane for each rank and unit: pale while the unit is on its way, blue while it is whole."""
-    marks, every = [], _sharing(life)
+    """Draw a narrow lane for each rank and unit: pale while the unit is on its way, blue while it is whole."""
+    marks = []
+    shared = _sharing(life)
     for place, (rank, unit) in enumerate(life.keys):
-        states = [*life.states[rank, unit], (life.length, "")]
-        for (since, state), (until, _) in zip(states, states[1:]):
+        states = life.states[rank, unit]
+        ends = [since for since, _ in states[1:]] + [life.length]
+        for (since, state), until in zip(states, ends):
             if state != "sharded" and until > since:
                 words = f" · {hover_text(rank, unit, state)}"
-                marks.append(Mark(state, place // every + 0.5, since / MS, until / MS, words))
+                marks.append(Mark(state, place // shared + 0.5, since / MS, until / MS, words))
     drawn, _ = downsample(marks, limit)
-    colours = {name: colour for name, colour in STATE_COLOURS.items() if name != "sharded"}
+    colours = {name: STATE_COLOURS[name] for name in _FILLINGS}
     return mark_lanes(drawn, colours, {}, end, yaxis="y3")
 
 
 def _sharing(life: UnitStates) -> int:
-    """How many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
+    """Return how many units share a lane: 1 for up to 120 units times ranks, 2 for up to 240."""
     return -(-len(life.keys) // _LANES)
 
 
-def _domains(heights: list[int]) -> list[tuple[float, float]]:
-    """(bottom, top) of each panel on the paper, from the top down: heights in pixels to shares."""
-    whole, top, domains = sum(heights) + _GAP * (len(heights) - 1), 0, []
-    for height in heights:
-        domains.append((max(0.0, 1 - (top + height) / whole), 1 - top / whole))
-        top += height + _GAP
-    return domains
-
-
 def _life_axis(life: UnitStates) -> dict[str, Any]:
-    """Lanes of units, labelled where space allows: every unit of a few, else every rank."""
-    count, every, texts = len(life.keys), _sharing(life), {}
+    """Return the axis of units' lanes, labelled where space allows: every unit of a few, else every rank."""
+    count, shared = len(life.keys), _sharing(life)
+    texts = {}
     for place, (rank, unit) in enumerate(life.keys):
-        first = f"<b>rank {rank}</b>" if unit == life.units[0] else ""
-        if first or count <= _NAMED:
-            texts[place // every + 0.5] = f"{first}  {short_unit(unit)}".strip() if count <= _NAMED else first
-    return named_axis(texts, (count - 1) // every + 1.1, -0.1) | dict(tickfont=dict(size=_LANE - 1))
+        words = []
+        if unit == life.units[0]:
+            words.append(f"<b>rank {rank}</b>")
+        if count <= _NAMED:
+            words.append(short_unit(unit))
+        if words:
+            texts[place // shared + 0.5] = "  ".join(words).strip()  # a unit may have an empty short name
+    axis = named_axis(texts, (count - 1) // shared + 1.1, -0.1)
+    return axis | dict(tickfont=dict(size=_LANE - 1))
+
+
+# ---- the cursor, the peak, and the words
 
 
 def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tuple[float, float]]) -> None:
-    """The map of slices at an instant, and the cursor through the panels that share the clock, with its time."""
+    """Add the map of slices at an instant, and the cursor through the panels that share the clock, with its time."""
     across, down = axes(life)
-    figure.add_traces([trace.update(showlegend=False) for trace in cells(life, at_ns, xaxis="x2", yaxis="y4")])
+    for trace in cells(life, at_ns, xaxis="x2", yaxis="y4"):
+        figure.add_trace(trace.update(showlegend=False))
     figure.update_layout(
         xaxis=dict(title=None, ticksuffix=" ms"),
         xaxis2=across | dict(domain=[0, 1], anchor="y4"),
@@ -154,13 +221,21 @@ def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tu
     at, line = at_ns / MS, dict(color=_CURSOR, width=2.5)
     figure.add_shape(type="line", name="cursor", x0=at, x1=at, y0=domains[2][0], y1=1, yref="paper", line=line)
     figure.add_annotation(
-        name="cursor", x=at, y=domains[0][0], yref="paper", text=f"<b>{at:.2f} ms</b>", showarrow=False,
-        xanchor="left", yanchor="top", xshift=4, font=dict(color=_CURSOR, size=14),
-    )  # fmt: skip
+        name="cursor",
+        x=at,
+        y=domains[0][0],
+        yref="paper",
+        text=f"<b>{at:.2f} ms</b>",
+        showarrow=False,
+        xanchor="left",
+        yanchor="top",
+        xshift=4,
+        font=dict(color=_CURSOR, size=14),
+    )
 
 
 def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) -> None:
-    """The number of the peak, and a line from it down through the units' states."""
+    """Write the number of the peak, and draw a line from it down through the units' states."""
     at, line = row["time_ns"] / MS, dict(color=ALARM, width=1.5, dash="dot")
     words = dict(text=f"<b>peak {size(total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
     figure.add_annotation(x=at, y=total(row) / MB, yref="y2", **words)
@@ -169,7 +244,8 @@ def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) 
 
 
 def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
-    """(title, alternative text): the peak, and which units are unsharded then."""
+    """Return (title, alternative text): the peak, and which units are unsharded then."""
+    # an event of memory may lie just outside of the step's own clock
     state = life.at(min(max(top["time_ns"], 0), life.length))
     whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
     peaks = f"rank {top['rank']} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
@@ -183,12 +259,19 @@ def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
 
 # the filling of a unit's cell by its state
 STATE_COLOURS = {
-    "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["unsharded_parameters"]
-}  # fmt: skip
+    "sharded": "rgba(0,0,0,0)",
+    "unsharding": "#ccd2d9",
+    "unsharded": CATEGORY_COLOURS["unsharded_parameters"],
+}
 _FILLINGS = ("unsharding", "unsharded")  # the states that are named in the legend
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
+_WIDTH, _HEIGHT = 0.9, 0.72  # of a unit's cell, in places of the axes
+_GREY = "#808488"
+
+
+States = dict[tuple[int, str], list[tuple[int, str]]]  # of each rank and unit: (ns since the step began, state)
 
 
 @dataclass(frozen=True)
@@ -203,7 +286,7 @@ class UnitStates:
     length: int
     ranks: list[int]
     units: list[str]
-    states: dict[tuple[int, str], list[tuple[int, str]]]
+    states: States
 
     @property
     def keys(self) -> list[tuple[int, str]]:
@@ -216,53 +299,68 @@ class UnitStates:
         return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
 
     def at(self, at_ns: float) -> dict[tuple[int, str], str]:
-        """Every unit's state on every rank at an instant; ValueError for one outside of the step."""
+        """Return every unit's state on every rank at an instant; ValueError for one outside of the step."""
         if not 0 <= at_ns <= self.length:
             raise ValueError(
                 f"at_ns is {at_ns:.0f}; expected 0 to {self.length}, ns since step {self.step} began; choose an instant"
                 " of the step"
             )
-        return {key: [state for since, state in states if since <= at_ns][-1] for key, states in self.states.items()}
+        state_then = {}
+        for key, changes in self.states.items():
+            so_far = [state for since, state in changes if since <= at_ns]
+            state_then[key] = so_far[-1]
+        return state_then
 
 
 def unit_states(record: RunRecord) -> UnitStates:
-    """The states in the memory step, or in the first step that has them; ValueError with the remedy without any.
+    """Return the states in the memory step, or in the first step that has them; ValueError with the remedy without any.
 
     The step begins where its timeline does on the first rank, else by the memory's clock, else at the first row.
     """
-    rows = rows_of(record, "life")
+    every_row = rows_of(record, "life")
     measured = {row["step"] for row in record.table("memory")}
-    step = min((row["step"] for row in rows if row["step"] in measured), default=min(row["step"] for row in rows))
-    rows = [row for row in rows if row["step"] == step]
+    with_states = {row["step"] for row in every_row}
+    step = min(with_states & measured or with_states)
+    rows = [row for row in every_row if row["step"] == step]
     timeline = [row for row in record.table("timeline") if row["step"] == step]
     begins = [row["start_ns"] for row in timeline if row["lane"] == "step"]
     if not begins and step in measured:
         begins = list(record.summary.memory_start_ns.values())
     begin = min(begins or [row["time_ns"] for row in rows])
     end = max([row["end_ns"] for row in timeline] + [row["time_ns"] for row in rows])
-    ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
-    states = {(rank, unit): [(0, "sharded")] for rank in ranks for unit in units}
-    for key, found in grouped(rows, lambda row: (row["rank"], row["unit"])).items():
-        found.sort(key=lambda row: row["time_ns"])
-        first = "unsharded" if found[0]["state"] == "sharded" else "sharded"  # a unit that is resharded was whole
-        states[key] = [(0, first), *((max(0, row["time_ns"] - begin), row["state"]) for row in found)]
-    return UnitStates(step, begin, end - begin, ranks, units, states)
+    ranks = sorted({row["rank"] for row in rows})
+    units = unit_order(record, {row["unit"] for row in rows})
+    return UnitStates(step, begin, end - begin, ranks, units, _states(rows, ranks, units, begin))
+
+
+def _states(rows: list[Row], ranks: list[int], units: list[str], begin: int) -> States:
+    """Return (since, state) of every unit on every rank; one without a row is sharded all the time."""
+    states: States = {}
+    for rank in ranks:
+        for unit in units:
+            states[rank, unit] = [(0, "sharded")]
+    for key, of_unit in grouped(rows, lambda row: (row["rank"], row["unit"])).items():
+        of_unit.sort(key=lambda row: row["time_ns"])
+        first = "unsharded" if of_unit[0]["state"] == "sharded" else "sharded"  # a unit that is resharded was whole
+        changes = [(max(0, row["time_ns"] - begin), row["state"]) for row in of_unit]
+        states[key] = [(0, first), *changes]
+    return states
 
 
 def hover_text(rank: int, unit: str, state: str) -> str:
-    """A unit's state, and what set it: `rank 0, blocks.3: unsharding (start_unshard, unit.py line 148)`."""
+    """Return a unit's state, and what set it: `rank 0, blocks.3: unsharding (start_unshard, unit.py line 148)`."""
     return f"rank {rank}, {unit}: {state_words(state)}"
 
 
 def state_words(state: str) -> str:
-    """A state and the engine's method that set it: `unsharding (start_unshard, unit.py line 148)`."""
+    """Return a state and the engine's method that set it: `unsharding (start_unshard, unit.py line 148)`."""
     method = _ENTERED_BY[state]
     return f"{state} ({method}, unit.py line {_lines_of_unit()[method]})"
 
 
 @cache
 def _lines_of_unit() -> dict[str, int]:
-    """Where each method of the engine's Unit begins, read from its source: importing it would import torch."""
+    """Return where each method of the engine's Unit begins, read from its source: importing it would import torch."""
     found = find_spec("fsdplab.engine.core.unit")
     assert found is not None and found.origin is not None, "the engine is a part of this package"
     tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
@@ -271,7 +369,7 @@ def _lines_of_unit() -> dict[str, int]:
 
 
 def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
-    """Ranks x units at one instant: each cell is a unit, filled with the rank's own shard and what it has unsharded.
+    """Draw ranks x units at one instant: each cell is a unit, filled with the rank's own shard and what is unsharded.
 
     `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
     engine, with a profile.
@@ -285,52 +383,62 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
 
 
 def cells_figure(life: UnitStates, at_ns: float) -> go.Figure:
-    """The cells at an instant with their axes, without a title; the first trace holds a cell for each rank and unit."""
+    """Draw the cells at an instant with their axes, without a title; the first trace has one for each rank and unit."""
     across, down = axes(life)
     figure = go.Figure(cells(life, at_ns)).update_layout(barmode="overlay", bargap=0)
     return figure.update_xaxes(across).update_yaxes(down)
 
 
 def map_height(life: UnitStates, row: int = 56) -> int:
-    """Pixels of the map's rows, each at most `row` high."""
+    """Return the pixels of the map's rows, each at most `row` high."""
     return min(row, 700 // len(life.shown)) * len(life.shown)
 
 
 def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
-    """Every unit's cell on every rank, filled by its state, with the rank's own shard over it. A unit is 0.9 wide."""
-    state, share = life.at(at_ns), 0.9 / len(life.ranks)
-    keys = [key for key in life.keys if key[0] in life.shown]
-    left = {unit: place - 0.45 for place, unit in enumerate(life.units)}
-    row = {rank: place for place, rank in enumerate(life.ranks)}
-    words = {(rank, unit): hover_text(rank, unit, state[rank, unit]) for rank, unit in keys}
-    wholes = [Span(row[rank], left[unit], 0.9, hover=words[rank, unit]) for rank, unit in keys]
-    owns = [Span(row[rank], left[unit] + share * row[rank], share, hover=words[rank, unit]) for rank, unit in keys]
-    look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **place)
+    """Draw every unit's cell on every rank, filled by its state, with the rank's own shard over it."""
+    state = life.at(at_ns)
+    left = {unit: column - _WIDTH / 2 for column, unit in enumerate(life.units)}
+    share = _WIDTH / len(life.ranks)
+    wholes, shards, fillings = [], [], []
+    for row, rank in enumerate(life.shown):
+        for unit in life.units:
+            hover = hover_text(rank, unit, state[rank, unit])
+            wholes.append(Span(row, left[unit], _WIDTH, hover=hover))
+            shards.append(Span(row, left[unit] + share * row, share, hover=hover))
+            fillings.append(STATE_COLOURS[state[rank, unit]])
+    look: dict[str, Any] = dict(height=_HEIGHT, marker_line_color=_GREY, **place)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
+    # a bar outside of the plot gives each filling its place in the legend
     legend = [lane(name, STATE_COLOURS[name], [Span(-9, 0, 0)], **look) for name in _FILLINGS]
-    own = lane("own shard", CATEGORY_COLOURS["sharded_parameters"], owns, **look)
-    return [whole.update(marker_color=[STATE_COLOURS[state[key]] for key in keys]), *legend, own]
+    own = lane("own shard", CATEGORY_COLOURS["sharded_parameters"], shards, **look)
+    return [whole.update(marker_color=fillings), *legend, own]
 
 
 def axes(life: UnitStates) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The axes of the cells' columns, and of their rows with the first rank on top."""
+    """Return the axes of the cells' columns, and of their rows with the first rank on top."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
-    units = {place: unit for place, unit in enumerate(life.units) if place % every == 0}
-    ranks = {place: f"rank {rank}" for place, rank in enumerate(life.shown)}
+    units = dict(list(enumerate(life.units))[::every])
+    ranks = {row: f"rank {rank}" for row, rank in enumerate(life.shown)}
     across = named_axis(units, -0.55, len(life.units) - 0.45) | dict(linecolor=GRID)
     return across, named_axis(ranks, len(life.shown) - 0.45, -0.55)
 
 
 def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str]:
-    """(title, alternative text): which units are whole at the instant, on the first rank."""
+    """Return (title, alternative text): which units are whole at the instant, on the first rank."""
     state, rank = life.at(at_ns), life.ranks[0]
-    whole, coming = ([unit for unit in life.units if state[rank, unit] == name] for name in ("unsharded", "unsharding"))
-    units = f"{len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}"
-    title = f"{label(record)}: {units}{f' ({_few(whole)})' if whole else ''}"
-    title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way" if coming else ""
+    whole = [unit for unit in life.units if state[rank, unit] == "unsharded"]
+    coming = [unit for unit in life.units if state[rank, unit] == "unsharding"]
+    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}"
+    if whole:
+        title += f" ({_few(whole)})"
+    if coming:
+        title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way"
     words = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold"
     return title, f"{words} 1/{len(life.ranks)} each."
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+    """Return at most three names; of more the first two and how many others."""
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{', '.join(names[:2])} and {len(names) - 2} more"

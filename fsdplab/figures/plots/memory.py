@@ -20,68 +20,96 @@ from fsdplab.records import CATEGORIES, RunRecord, known
 MB = 1e6
 _PALE = 0.55  # opacity of what is predicted
 _UNSPLIT_COLOUR = "rgba(128,132,136,0.35)"
+_BEHIND_NAME = "rgba(255, 255, 255, 0.85)"  # ground of a name that lies on coloured bands
+_FAR = 2.5  # times the highest peak: a card further off would make bars tiny
+_AXIS = "peak memory of the worst rank (MB)"
 
 
 def memory_by_category(runs: Runs) -> go.Figure:
-    """Stacked bars of each run's peak memory on its worst rank, with the card as a line.
+    """Draw stacked bars of each run's peak memory on its worst rank, with the card as a line.
 
     `runs`: records, or a comparison dict. Example: `memory_by_category(compare(specs))`.
     """
-    every = views(runs)
-    shown = [run for run in every if run.peak]
+    every_run = views(runs)
+    shown = [run for run in every_run if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
-    over = [run.label for run in shown if run.over_card]
-    ends = {run.label: f"<b>{size(run.peak)}</b>{f' · {_over(run)}' if run.over_card else ''}" for run in shown}
-    splits = [{**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))} for run in shown]
-    cards = sorted({run.card for run in shown if run.card})
-    far = [card for card in cards if card > 2.5 * max(known(run.peak) for run in shown)]  # bars would be tiny beside it
+    near_cards, far_cards = _cards(shown)
     emulated = any(run.card_emulated for run in shown)
-    levels = {card_words(card, emulated): card / MB for card in cards if card not in far}
-    figure = stacked_bars(
-        ends, _parts(splits, shown), "peak memory of the worst rank (MB)", levels=levels, alarming=over
-    )
+    levels = {card_words(card, emulated): card / MB for card in near_cards}
+    ends = {run.label: _end(run) for run in shown}
+    over = [run.label for run in shown if run.over_card]
+    figure = stacked_bars(ends, _parts([_split(run) for run in shown], shown), _AXIS, levels=levels, alarming=over)
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
-    if far and _emulated(shown):
-        where += f" and holds {size(far[0])}, beyond this axis"
-    where = "; ".join(filter(None, [where, missing(every, shown, "has no measured peak")]))
-    peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
-    card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
-    alt = f"Bars of peak memory per rank: {peaks}.{card}"
-    return titled(figure, _finding(shown), where, alt, 86 + 43 * len(shown))
+    if far_cards and _emulated(shown):
+        where += f" and holds {size(far_cards[0])}, beyond this axis"
+    left_out = missing(every_run, shown, "has no measured peak")
+    where = "; ".join(filter(None, [where, left_out]))
+    return titled(figure, _finding(shown), where, _alt(shown), 86 + 43 * len(shown))
+
+
+def _cards(shown: Sequence[RunView]) -> tuple[list[int], list[int]]:
+    """Return (the cards that the axis reaches, those that are far beyond it), the smallest first."""
+    farthest = _FAR * max(known(run.peak) for run in shown)
+    cards = sorted({run.card for run in shown if run.card})
+    return [card for card in cards if card <= farthest], [card for card in cards if card > farthest]
+
+
+def _split(run: RunView) -> dict[str, int]:
+    """Return the peak by category, and what of it has none."""
+    return {**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))}
+
+
+def _end(run: RunView) -> str:
+    words = f"<b>{size(run.peak)}</b>"
+    return f"{words} · {_over(run)}" if run.over_card else words
 
 
 def _over(run: RunView) -> str:
-    """A run over an emulated card goes on to its end; earlier versions ended it there, as a real card does."""
+    """Say that a run is over its card: it goes on to its end, but earlier versions ended it, as a real card does."""
     return "out of memory" if run.status == "out_of_memory" else OVER
 
 
 def _parts(splits: Sequence[Mapping[str, int]], shown: Sequence[RunView] = ()) -> list[Part]:
-    """The categories that at least one of the bars holds, in MB, as they are called of these runs."""
-    names = category_titles(run.spec for run in shown)
-    held = [name for name in (*CATEGORIES, UNSPLIT) if any(split.get(name) for split in splits)]
-    looks = [(names.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR)) for name in held]
-    return [Part(*look, [split.get(name, 0) / MB for split in splits]) for look, name in zip(looks, held)]
+    """Return the categories that at least one of the bars holds, in MB, as they are called of these runs."""
+    titles = category_titles(run.spec for run in shown)
+    parts = []
+    for category in (*CATEGORIES, UNSPLIT):
+        if any(split.get(category) for split in splits):
+            megabytes = [split.get(category, 0) / MB for split in splits]
+            colour = CATEGORY_COLOURS.get(category, _UNSPLIT_COLOUR)
+            parts.append(Part(titles.get(category, category), colour, megabytes))
+    return parts
 
 
 def _emulated(shown: Sequence[RunView]) -> str:
     return "; the card is emulated" if any(run.card and run.card_emulated for run in shown) else ""
 
 
+def _alt(shown: Sequence[RunView]) -> str:
+    peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
+    alt = f"Bars of peak memory per rank: {peaks}."
+    cards = [run.card for run in shown if run.card]
+    return f"{alt} The card holds {size(cards[0])}." if cards else alt
+
+
 def _mostly(run: RunView) -> str:
-    """The largest category of a run, for the alternative text, and whether it is over its card."""
-    over = f", {_over(run)}" if run.over_card else ""
-    if not any(run.split.values()):
-        return over
-    largest = max(run.split, key=lambda name: run.split[name])
-    return f", mostly {category_titles([run.spec]).get(largest, largest)} ({size(run.split[largest])}){over}"
+    """Say for the alternative text what a run's largest category is, and whether the run is over its card."""
+    words = ""
+    if any(run.split.values()):
+        largest = max(run.split, key=lambda name: run.split[name])
+        title = category_titles([run.spec]).get(largest, largest)
+        words = f", mostly {title} ({size(run.split[largest])})"
+    return f"{words}, {_over(run)}" if run.over_card else words
 
 
 def _finding(shown: list[RunView]) -> str:
+    """Return the title: which runs are over the card, and the peaks of the most and the least sharded run."""
     over = [run for run in shown if run.over_card]
     if len(over) == len(shown):
         return "No run fits the card"
-    low, high = (pick(shown, key=lambda run: known(run.peak)) for pick in (min, max))
+    low = min(shown, key=lambda run: known(run.peak))
+    high = max(shown, key=lambda run: known(run.peak))
     sharded = most_sharded(shown)  # what the page is about, also where another row needs a little less
     if sharded is not None and sharded is not high:
         low = sharded
@@ -89,67 +117,63 @@ def _finding(shown: list[RunView]) -> str:
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
         return f"{names} {'is' if len(over) == 1 else 'are'} over the card; {peaks}"
-    return peaks + (f", {high.label} at {size(high.peak)}" if high is not low else "")
+    if high is low:
+        return peaks
+    return f"{peaks}, {high.label} at {size(high.peak)}"
+
+
+# ---- predicted beside measured
 
 
 def predicted_memory(runs: Runs) -> go.Figure:
-    """Stacked bars of each run's peak by category, the measured one above the predicted one, which is paler.
+    """Draw stacked bars of each run's peak by category, the measured one above the predicted one, which is paler.
 
     `runs`: records, or a comparison dict. ValueError where no run has both.
     """
-    every = views(runs)
-    shown = [run for run in every if run.peak and run.predicted_peak]
+    every_run = views(runs)
+    shown = [run for run in every_run if run.peak and run.predicted_peak]
     if not shown:
         raise ValueError(
             "no run has both a measured and a predicted peak; memory is predicted for the lab's engine on CPU ranks"
         )
-    ends = {}
-    for run in shown:
+    ends, splits, peaks = {}, [], []
+    for run in shown:  # a run's two bars stand together
         ratio = known(run.predicted_peak) / known(run.peak)
         ends[run.label] = f"<b>{size(run.peak)}</b>"
         ends[f"{run.label}, predicted"] = f"{size(run.predicted_peak)}, {ratio:.2f} of it"
-    splits = [split for run in shown for split in (run.split, run.predicted_split)]  # a run's two together
-    figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)")
-    figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
-    what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
-    what = "; ".join(filter(None, [what, missing(every, shown, "lacks one of the two peaks")]))
-    peaks = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
+        splits += [run.split, run.predicted_split]
+        peaks.append(f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}")
+    figure = stacked_bars(ends, _parts(splits), _AXIS)
+    figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown))
+    figure.update_layout(bargap=0.18)
+    where = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
+    left_out = missing(every_run, shown, "lacks one of the two peaks")
+    where = "; ".join(filter(None, [where, left_out]))
     alt = f"Bars of measured and predicted peak memory: {'; '.join(peaks)}."
-    return titled(figure, verdict(shown), what, alt, 80 + 76 * len(shown))
+    return titled(figure, verdict(shown), where, alt, 80 + 76 * len(shown))
+
+
+# ---- through one step
 
 
 def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
-    """One rank's live bytes through one step, stacked by category, with the peak marked and the card as a line.
+    """Draw one rank's live bytes through one step, stacked by category, with the peak marked and the card as a line.
 
     `record`: a run record with a `memory` table. ValueError names the ranks there are if `rank` has no rows.
     """
-    table = record.table("memory")
-    rows = [row for row in table if int(row["rank"]) == rank]
-    if not rows:
-        ranks = sorted({int(row["rank"]) for row in table})
-        raise ValueError(
-            f"no memory timeline of rank {rank}; the record has ranks {ranks}; run with memory=True or choose one of"
-            " these"
-        )
-    rows.sort(key=lambda row: float(row["time_ns"]))
     run = view(record)
+    rows = _memory_of_rank(record, rank)
     times = [float(row["time_ns"]) / MS for row in rows]
     totals = [total(row) for row in rows]
-    figure = go.Figure(bands(rows, times, category_titles([run.spec])))
     top = max(range(len(rows)), key=totals.__getitem__)
+    figure = go.Figure(bands(rows, times, category_titles([run.spec])))
     figure.add_trace(peak(times[top], totals[top] / MB))
     words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
     figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
     if run.card:
-        behind = "rgba(255, 255, 255, 0.85)"  # the name lies on the bands, whose colours it could not be read on
-        mark_level(
-            figure,
-            run.card / MB,
-            card_words(run.card, run.card_emulated),
-            "y",
-            bgcolor=behind,
-            font=dict(color=DARK_ALARM, size=14),
-        )
+        name = card_words(run.card, run.card_emulated)
+        on_bands = dict(bgcolor=_BEHIND_NAME, font=dict(color=DARK_ALARM, size=14))
+        mark_level(figure, run.card / MB, name, "y", **on_bands)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
@@ -158,19 +182,35 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
 
 
+def _memory_of_rank(record: RunRecord, rank: int) -> list[Row]:
+    """Return a rank's rows in the order of time; ValueError names the ranks there are where it has none."""
+    table = record.table("memory")
+    rows = [row for row in table if int(row["rank"]) == rank]
+    if not rows:
+        ranks = sorted({int(row["rank"]) for row in table})
+        raise ValueError(
+            f"no memory timeline of rank {rank}; the record has ranks {ranks}; run with memory=True or choose one of"
+            " these"
+        )
+    return sorted(rows, key=lambda row: float(row["time_ns"]))
+
+
 def total(row: Row) -> float:
-    """Bytes of a row of memory, all categories together."""
+    """Return the bytes of a row of memory, all categories together."""
     return sum(float(row[name]) for name in CATEGORIES)
 
 
 def bands(
     rows: list[Row], times: list[float], names: Mapping[str, str] = CATEGORY_NAMES, **more: str
 ) -> list[go.Scatter]:
-    """The stack of the categories that the rows hold, in MB; each holds its level until the next event."""
-    found = []
-    for category in (name for name in CATEGORIES if any(float(row[name]) for row in rows)):
+    """Draw the stack of the categories that the rows hold, in MB; each holds its level until the next event."""
+    stack = []
+    for category in CATEGORIES:
+        megabytes = [float(row[category]) / MB for row in rows]
+        if not any(megabytes):
+            continue
         name, colour = names[category], CATEGORY_COLOURS[category]
-        edge = line(name, colour, times, [float(row[category]) / MB for row in rows], 0.6, line_shape="hv", **more)
+        edge = line(name, colour, times, megabytes, 0.6, line_shape="hv", **more)
         hover = f"{name}: %{{y:.1f}} MB<extra></extra>"
-        found.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))
-    return found
+        stack.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))
+    return stack

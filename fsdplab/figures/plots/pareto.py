@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.bars import whiskers
@@ -20,15 +21,34 @@ from fsdplab.records import known
 MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
 _HEIGHT, _LINE = 380, 20  # pixels of the plot's height and of a label's, by which labels are placed
+_MARGIN = 1.3  # an axis ends at so many times its highest value: bubbles and their labels need space
+_GREY = "#808488"
+_HOLLOW = "rgba(128,132,136,0.15)"
 
 Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end
 Point = tuple[float, float]
-Sides = tuple[float, float, float, float]  # of a box, in pixels: left, below, right, above
+
+
+class Box(NamedTuple):
+    """A rectangle of the plot, in pixels from its lower left corner."""
+
+    left: float
+    below: float
+    right: float
+    above: float
+
+
+class _Place(NamedTuple):
+    """A place of a label: what speaks against it, how far it is from the bubble's middle, and what it would cover."""
+
+    cost: int
+    shift: Point
+    box: Box
 
 
 def pareto(runs: Runs) -> go.Figure:
-    """Bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the quartiles of the
-    step as whiskers, and the Pareto front and the card as lines.
+    """Draw bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the quartiles of
+    the step as whiskers, and the Pareto front and the card as lines.
 
     `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and
     are named in the subtitle.
@@ -40,122 +60,238 @@ def pareto(runs: Runs) -> go.Figure:
             "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
         )
     best = front(those_that_fit(drawn))
-    xs, ys = ([_spot(run)[axis] for run in best] for axis in (0, 1))
-    highest = [max(_spot(run)[axis] for run in drawn) for axis in (0, 1)]
-    ranges = [0, 1.3 * highest[0]], [0, 1.3 * highest[1]]  # with space for the bubbles and their labels
-    stairs = [xs[0], *xs, ranges[0][1]], [ranges[1][1], *ys, ys[-1]]  # left of the front and below it there is no run
-    front_line = line("Pareto front", "#808488", *stairs, 2, "dot", line_shape="hv", hoverinfo="skip")
-    figure = go.Figure([front_line, *[_bubble(run, drawn) for run in drawn]]).update_layout(showlegend=False)
+    ranges = _ranges(drawn)
+    figure = go.Figure(_front_line(best, ranges))
+    figure.add_traces([_bubble(run, drawn) for run in drawn])
+    figure.update_layout(showlegend=False)
     figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
-    for card in sorted({run.card for run in shown if run.card and run.card / MB < ranges[0][1]}):
-        mark_level(figure, card / MB, card_words(card, any(run.card_emulated for run in shown)))
-    for run, (across, down) in zip(drawn, placed(drawn, ranges, _lines(figure, ranges))):
-        text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if run in best else _words(run)
-        (x, y), font = _spot(run), dict(size=14)
-        leader = dict(arrowhead=0, arrowwidth=1, arrowcolor="#808488", standoff=diameter(run, drawn) / 2)
-        figure.add_annotation(text=text, font=font, x=x, y=y, ax=across, ay=-down, **leader)
-    told = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
-    worth = ", ".join(run.label for run in best)
-    alt = f"Scatter of peak memory against step time: {told}. On the Pareto front: {worth}."
-    return titled(figure, _finding(drawn, best[0]), _conditions(shown, drawn), alt, _HEIGHT + 68)
+    _mark_cards(figure, shown, ranges)
+    # last, since the labels keep off the front and off the lines of cards
+    _add_labels(figure, drawn, best, ranges)
+    return titled(figure, _finding(drawn, best[0]), _conditions(shown, drawn), _alt(drawn, best), _HEIGHT + 68)
 
 
 def _spot(run: RunView) -> Point:
-    """Where a run lies on the axes: (peak in MB, step in ms)."""
+    """Return where a run lies on the axes: (peak in MB, step in ms)."""
     return known(run.peak) / MB, known(run.step_median) * 1e3
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
-    """The runs that no other beats in memory and time: of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) the first two."""
+    """Return the runs that no other beats in memory and time.
+
+    Of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) these are the first two.
+    """
     best: list[RunView] = []
     for run in sorted(runs, key=_spot):
+        # they come by growing memory, so each must be faster than all before it
         if not best or _spot(run)[1] < _spot(best[-1])[1]:
             best.append(run)
     return best
 
 
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
-    """A bubble's diameter in pixels: its area is the exposed time, so a quarter of the longest has half of it."""
-    longest = max((other.exposed_s or 0 for other in drawn), default=0)
-    return max(_SMALLEST, _LARGEST * math.sqrt((run.exposed_s or 0) / longest)) if longest else _SMALLEST + 8
+    """Return a bubble's diameter in pixels: its area is the exposed time, so a quarter of the longest has half."""
+    longest = _longest_exposed(drawn)
+    if not longest:
+        return _SMALLEST + 8
+    return max(_SMALLEST, _LARGEST * math.sqrt((run.exposed_s or 0) / longest))
+
+
+def _longest_exposed(drawn: Sequence[RunView]) -> float:
+    return max((run.exposed_s or 0 for run in drawn), default=0)
+
+
+def _ranges(drawn: Sequence[RunView]) -> Ranges:
+    spots = [_spot(run) for run in drawn]
+    highest_peak = max(peak for peak, _ in spots)
+    longest_step = max(step for _, step in spots)
+    return [0, _MARGIN * highest_peak], [0, _MARGIN * longest_step]
+
+
+def _front_line(best: Sequence[RunView], ranges: Ranges) -> go.Scatter:
+    """Draw the stairs from the upper edge along the front to the right edge; left of them and below there is no run."""
+    spots = [_spot(run) for run in best]
+    xs = [x for x, _ in spots]
+    ys = [y for _, y in spots]
+    right, top = ranges[0][1], ranges[1][1]
+    stairs_x = [xs[0], *xs, right]
+    stairs_y = [top, *ys, ys[-1]]
+    return line("Pareto front", _GREY, stairs_x, stairs_y, 2, "dot", line_shape="hv", hoverinfo="skip")
 
 
 def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
-    """One run; hollow where its exposed time was not measured."""
-    colour, (x, y) = strategy_colour(run.strategy, run.engine), _spot(run)
-    measured = run.exposed_s is not None
-    look = dict(color=colour if measured else "rgba(128,132,136,0.15)", opacity=0.85, symbol="circle")
-    edge = dict(color=EDGE if measured else colour, width=1 if measured else 3)
+    """Draw one run; hollow where its exposed time was not measured."""
+    colour = strategy_colour(run.strategy, run.engine)
+    x, y = _spot(run)
+    if run.exposed_s is not None:
+        fill, edge = colour, dict(color=EDGE, width=1)
+    else:
+        fill, edge = _HOLLOW, dict(color=colour, width=3)
     return points(
-        run.label, colour, [x], [y], diameter(run, drawn), marker=look | dict(line=edge),
+        run.label,
+        colour,
+        [x],
+        [y],
+        diameter(run, drawn),
+        marker=dict(color=fill, opacity=0.85, symbol="circle", line=edge),
         error_y=whiskers([run], 1e-3),
         hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
-    )  # fmt: skip
+    )
+
+
+def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges) -> None:
+    """Draw the line of each card that lies on the axis."""
+    cards = {run.card for run in shown if run.card}
+    emulated = any(run.card_emulated for run in shown)
+    for card in sorted(cards):
+        if card / MB < ranges[0][1]:
+            mark_level(figure, card / MB, card_words(card, emulated))
+
+
+# ---- labels: beside their bubbles, where they cover nothing
+
+
+def _add_labels(figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunView], ranges: Ranges) -> None:
+    """Write each run's name and exposed time, bold on the front, with a line to its bubble."""
+    shifts = placed(drawn, ranges, _lines(figure, ranges))
+    for run, (across, up) in zip(drawn, shifts):
+        text = _words(run)
+        if run in best:
+            text = text.replace(run.label, f"<b>{run.label}</b>", 1)
+        x, y = _spot(run)
+        figure.add_annotation(
+            text=text,
+            font=dict(size=14),
+            x=x,
+            y=y,
+            ax=across,
+            ay=-up,  # plotly counts pixels of an arrow downwards
+            arrowhead=0,
+            arrowwidth=1,
+            arrowcolor=_GREY,
+            standoff=diameter(run, drawn) / 2,
+        )
 
 
 def _pixels(at: Point, ranges: Ranges) -> Point:
-    """Where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
+    """Return where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
     return at[0] / ranges[0][1] * plot_width(), at[1] / ranges[1][1] * _HEIGHT
 
 
-def _lines(figure: go.Figure, ranges: Ranges) -> list[Sides]:
-    """The boxes in pixels that the front's and the cards' lines fill, which labels keep off."""
+def _lines(figure: go.Figure, ranges: Ranges) -> list[Box]:
+    """Return the boxes that the front's and the cards' lines fill, which labels keep off."""
     stairs = figure.data[0]
-    corners = [point for a, b, c in zip(stairs.x, stairs.y, stairs.x[1:]) for point in ((a, b), (c, b))]
-    corners += [(stairs.x[-1], stairs.y[-1])]
-    cards = [((shape.x0, 0), (shape.x0, ranges[1][1])) for shape in figure.layout.shapes]
-    ends = [[_pixels(point, ranges) for point in pair] for pair in (*zip(corners, corners[1:]), *cards)]
-    return [(min(a[0], b[0]) - 1, min(a[1], b[1]) - 1, max(a[0], b[0]) + 1, max(a[1], b[1]) + 1) for a, b in ends]
+    corners: list[Point] = []
+    for x, y, next_x in zip(stairs.x, stairs.y, stairs.x[1:]):
+        corners += [(x, y), (next_x, y)]
+    corners.append((stairs.x[-1], stairs.y[-1]))
+    boxes = [_box_of(start, end, ranges) for start, end in zip(corners, corners[1:])]
+    for shape in figure.layout.shapes:
+        boxes.append(_box_of((shape.x0, 0), (shape.x0, ranges[1][1]), ranges))
+    return boxes
 
 
-def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Sides] = ()) -> list[Point]:
-    """Pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble or line."""
+def _box_of(start: Point, end: Point, ranges: Ranges) -> Box:
+    """Return the box around a line between two points, a pixel wider on each side."""
+    start_x, start_y = _pixels(start, ranges)
+    end_x, end_y = _pixels(end, ranges)
+    return Box(min(start_x, end_x) - 1, min(start_y, end_y) - 1, max(start_x, end_x) + 1, max(start_y, end_y) + 1)
+
+
+def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = ()) -> list[Point]:
+    """Return pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble, line."""
     middles = [_pixels(_spot(run), ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
-    taken = [(x - r, y - r, x + r, y + r) for (x, y), r in zip(middles, radii)]
+    taken = [_around(middle, radius, radius) for middle, radius in zip(middles, radii)]
     shifts = []
-    for run, (x, y), radius in zip(drawn, middles, radii):
-        half, costs = words_width(_words(run), 14) / 2, []
-        for cost in range(12):
-            beside, lift, above = radius + half + 12, cost * _LINE, radius + 14 + cost * _LINE
-            sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
-            for across, up in sides:
-                box = x + across - half, y + up - _LINE / 2, x + across + half, y + up + _LINE / 2
-                if box[0] >= 0 and box[2] <= plot_width() and box[1] >= 0 and box[3] <= _HEIGHT:
-                    costs.append((cost + 100 * _covered(box, taken) + 3 * _covered(box, lines), (across, up), box))
-        _, shift, box = min(costs, default=(0, (radius + half + 12, 0.0), taken[0]), key=lambda place: place[0])
-        shifts.append(shift)
-        taken.append(box)
+    for run, middle, radius in zip(drawn, middles, radii):
+        half = words_width(_words(run), 14) / 2
+        places = _places(middle, radius, half, taken, lines)
+        beside = _Place(0, (radius + half + 12, 0.0), taken[0])  # where the label fits nowhere
+        chosen = min(places, default=beside, key=lambda place: place.cost)
+        shifts.append(chosen.shift)
+        taken.append(chosen.box)
     return shifts
 
 
-def _covered(box: Sides, taken: Sequence[Sides]) -> int:
-    return sum(not (box[2] <= a or c <= box[0] or box[3] <= b or d <= box[1]) for a, b, c, d in taken)
+def _places(middle: Point, radius: float, half: float, taken: Sequence[Box], lines: Sequence[Box]) -> list[_Place]:
+    """Return the places around a bubble at which its label, `half` its width to each side, stays on the plot.
+
+    The near ones come first. A place that covers a bubble or another label costs more than any that does not.
+    """
+    x, y = middle
+    beside = radius + half + 12
+    places = []
+    for distance in range(12):
+        lift = distance * _LINE
+        above = radius + 14 + distance * _LINE
+        sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
+        for across, up in sides:
+            box = _around((x + across, y + up), half, _LINE / 2)
+            if box.left >= 0 and box.right <= plot_width() and box.below >= 0 and box.above <= _HEIGHT:
+                cost = distance + 100 * _covered(box, taken) + 3 * _covered(box, lines)
+                places.append(_Place(cost, (across, up), box))
+    return places
+
+
+def _around(middle: Point, across: float, up: float) -> Box:
+    x, y = middle
+    return Box(x - across, y - up, x + across, y + up)
+
+
+def _covered(box: Box, taken: Sequence[Box]) -> int:
+    """Count the boxes that a box overlaps."""
+    count = 0
+    for other in taken:
+        beside = box.right <= other.left or other.right <= box.left
+        over = box.above <= other.below or other.above <= box.below
+        count += not (beside or over)
+    return count
+
+
+# ---- words
 
 
 def _words(run: RunView) -> str:
-    return f"{run.label} · {_exposed(run)}" if run.exposed_s is not None else run.label
+    if run.exposed_s is None:
+        return run.label
+    return f"{run.label} · {_exposed(run)}"
 
 
 def _exposed(run: RunView) -> str:
-    return "nothing sent" if run.sends_nothing else f"exposed {seconds(run.exposed_s)}"
+    if run.sends_nothing:
+        return "nothing sent"
+    return f"exposed {seconds(run.exposed_s)}"
+
+
+def _alt(drawn: Sequence[RunView], best: Sequence[RunView]) -> str:
+    told = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
+    worth = ", ".join(run.label for run in best)
+    return f"Scatter of peak memory against step time: {told}. On the Pareto front: {worth}."
 
 
 def _finding(drawn: list[RunView], small: RunView) -> str:
+    """Say which run needs least memory and which is fastest; where that is the same run, its name once."""
     if len(drawn) == 1:
         return f"{small.label}: {size(small.peak)} and {seconds(small.step_median)} a step"
-    told = fastest_words(those_that_fit(drawn))
-    joined = f", and {told.removeprefix(small.label).strip()}" if told.startswith(f"{small.label} is") else f"; {told}"
-    return f"{small.label} needs least memory, {size(small.peak)}{joined}"
+    least = f"{small.label} needs least memory, {size(small.peak)}"
+    fastest = fastest_words(those_that_fit(drawn))
+    if fastest.startswith(f"{small.label} is"):
+        return f"{least}, and {fastest.removeprefix(small.label).strip()}"
+    return f"{least}; {fastest}"
 
 
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
+    where = how_and_where(shown)
     links = emulated_links(shown)
-    longest = max((run.exposed_s or 0 for run in drawn), default=0)
-    area = f"bubble area: exposed time, at most {seconds(longest)}"
-    marks = [area if longest else "exposed time not measured (--profile 2)"]
-    marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
-    marks.append(missing(shown, drawn, "lacks a measured peak or a timed step"))
-    linked = f"; the link is emulated ({links})" if links else ""
-    return "; ".join(filter(None, [f"{how_and_where(shown)}{linked}", *marks]))
+    if links:
+        where += f"; the link is emulated ({links})"
+    longest = _longest_exposed(drawn)
+    if longest:
+        area = f"bubble area: exposed time, at most {seconds(longest)}"
+    else:
+        area = "exposed time not measured (--profile 2)"
+    spread = "whiskers: quartiles of the step time" if whiskers(drawn) else ""
+    left_out = missing(shown, drawn, "lacks a measured peak or a timed step")
+    return "; ".join(filter(None, [where, area, spread, left_out]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size, three_digits
@@ -17,36 +18,44 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, Value
 from fsdplab.records import RunRecord
 
+GB = 1e9
+
 
 def page_of(figure: go.Figure) -> str:
-    """A page of its own that shows one figure."""
+    """Return a page of its own that shows one figure."""
     return str(figure.to_html(include_plotlyjs="cdn", config=CAMERA))
 
 
 def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> go.Figure:
-    """Peak memory by category as stacked bars, a bar a value, under the line of the card."""
+    """Draw peak memory by category as stacked bars, a bar a value, under the line of the card."""
     labels = [f"{value:,}" if isinstance(value, int) else value for value in values]
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=row.title, x=labels, y=[each.memory.peak.by_category[category] / 1e9 for each in plans],
-                marker=dict(color=CATEGORY_COLOURS[category]),
-            )
-            for category, row in CATEGORY_ROWS.items()
-        ]
-    )  # fmt: skip
-    card = plans[0].spec.gpu.memory_bytes
+    figure = go.Figure()
+    for category, row in CATEGORY_ROWS.items():
+        peaks = [plan.memory.peak.by_category[category] / GB for plan in plans]
+        figure.add_trace(go.Bar(name=row.title, x=labels, y=peaks, marker=dict(color=CATEGORY_COLOURS[category])))
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
+    card = plans[0].spec.gpu.memory_bytes
     if all(plan.spec.gpu.memory_bytes == card for plan in plans):
-        mark_level(figure, card / 1e9, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
-    spec, fits = plans[0].spec, [label for label, each in zip(labels, plans) if each.fits]
-    speeds = [f"{label}: {three_digits(each.tokens_per_s_per_gpu or 0)}" for label, each in zip(labels, plans)]
-    what = spec.model.name if name != "model" else f"On {spec.gpus} {spec.gpu.name} it"
-    title = f"{what} fits with {name.replace('_', ' ')} {', '.join(fits) or 'of none of these'}"
-    subtitle = f"Predicted; {spec.strategy}, card {size(card)}; tokens/s a GPU: {', '.join(speeds)}"
+        mark_level(figure, card / GB, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
+    title, subtitle = _sweep_words(name, labels, plans)
     return titled(figure, title, subtitle, f"Stacked bars of peak memory by category. {title}. {subtitle}")
+
+
+def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tuple[str, str]:
+    """Return (title, subtitle): with which values it fits, and how fast each is."""
+    spec = plans[0].spec
+    fitting, speeds = [], []
+    for label, plan in zip(labels, plans):
+        if plan.fits:
+            fitting.append(label)
+        speeds.append(f"{label}: {three_digits(plan.tokens_per_s_per_gpu or 0)}")
+    # where models are compared, no single one has a place in the title
+    what = f"On {spec.gpus} {spec.gpu.name} it" if name == "model" else spec.model.name
+    title = f"{what} fits with {name.replace('_', ' ')} {', '.join(fitting) or 'of none of these'}"
+    card = size(spec.gpu.memory_bytes)
+    return title, f"Predicted; {spec.strategy}, card {card}; tokens/s a GPU: {', '.join(speeds)}"
 
 
 # ---- the roofline of overlap: T_comm / T_compute of a block against the tokens of a rank, and where it crosses 1
@@ -56,10 +65,33 @@ _OF_PLANS = ("#0064c8", "#b84a0a", "#0aa06c", "#8a4a9e", "#d9b84a", "#6b7380")
 _PHASE_COLOURS = {"forward": COLLECTIVE_COLOURS["all_gather"], "backward": COLLECTIVE_COLOURS["all_gather in backward"]}
 
 
+@dataclass(frozen=True)
+class _Roof:
+    """A line of the roofline: of one phase of one plan, which hides its communication from `crossover` tokens on."""
+
+    label: str
+    colour: str
+    phase: str
+    overlap: Overlap
+
+    @property
+    def crossover(self) -> float:
+        return self.overlap.crossover(self.phase)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """The tokens between which the figure is drawn."""
+
+    low: float
+    high: float
+
+
 def overlap_roofline(
     specs: PlanSpec | Mapping[str, PlanSpec], measured: RunRecord | Sequence[RunRecord] = ()
 ) -> go.Figure:
-    """One plan: a line each for its forward and its backward. Several by name: each one's phase that hides last.
+    """Draw the roofline of one plan: a line each for its forward and its backward; of several by name, each one's phase
+    that hides last.
 
     Both axes are logarithmic. A diamond marks the crossover: right of it communication is hidden. `measured`: profiled
     runs, each a point of its own and, where its link was emulated, the line that the link's formula gives.
@@ -69,58 +101,74 @@ def overlap_roofline(
     if not 1 <= len(plans) <= len(_OF_PLANS):
         raise ValueError(f"a roofline draws 1 to {len(_OF_PLANS)} plans, got {len(plans)}; leave some out, or add one")
     records = listed(measured)
-    found = {name: overlap_of(spec) for name, spec in plans.items()}
-    runs = [(view, overlap_point(record)) for view, record in zip(views(records), records)] if records else []
-    crossings = [each.crossover(phase) for each in found.values() for phase in PHASES if each.crossover(phase)]
-    tokens = [*(point.tokens for _, point in runs), *(crossings or [each.tokens for each in found.values()])]
-    low, high = max(1.0, min(tokens) / 10), 10 * max(tokens)  # from a tenth of the first crossover
+    overlaps = {name: overlap_of(spec) for name, spec in plans.items()}
+    runs = list(zip(views(records), map(overlap_point, records))) if records else []
+    clip = _clip(overlaps, [point for _, point in runs])
     figure = go.Figure()
-    for name, each in found.items():
-        for label, phase, colour in _lines(name, each, list(found)):
-            at = each.crossover(phase)
-            named = f"{label}: hidden from {three_digits(at)} tokens on"
-            figure.add_trace(_falling(named, colour, each.ratio(phase, low), low, high))
-            hover = f"{three_digits(at)} tokens<extra></extra>"
-            crossover = points("", colour, [at], [1.0], hovertemplate=hover, showlegend=False)
-            figure.add_trace(crossover.update(marker_symbol="diamond"))
+    for roof in _roofs(overlaps):
+        figure.add_traces(_roof_traces(roof, clip))
     for view, point in runs:
-        figure.add_traces(_of_a_run(view, point, low, high))
-    _axes(figure, low, high)
-    title = _finding(plans, found)
+        figure.add_traces(_of_a_run(view, point, clip))
+    _axes(figure, clip)
+    title = _finding(plans, overlaps)
     alt = f"Lines of communication over compute against tokens, falling to the right. {title}."
-    models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
-    strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
-    said = f"Predicted for {models}, {strategies}, prefetching one block"
-    return titled(figure, title, f"{said}. {conditions(records)}" if records else said, alt, 390)
+    return titled(figure, title, _conditions(plans, records), alt, 390)
 
 
-def _lines(name: str, overlap: Overlap, names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(label, phase, colour) of a plan's lines that are above zero."""
-    if not name:
-        return [(phase, phase, _PHASE_COLOURS[phase]) for phase in PHASES if overlap.crossover(phase)]
-    last = max(PHASES, key=overlap.crossover)
-    return [(f"{name}, {last}", last, _OF_PLANS[names.index(name)])] if overlap.crossover(last) else []
+def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> _Clip:
+    """Return the tokens from a tenth of the first crossover or run to ten times the last."""
+    tokens: list[float] = []
+    for overlap in overlaps.values():
+        tokens += [overlap.crossover(phase) for phase in PHASES if overlap.crossover(phase)]
+    if not tokens:  # no plan sends anything
+        tokens += [overlap.tokens for overlap in overlaps.values()]
+    tokens += [point.tokens for point in measured]
+    return _Clip(max(1.0, min(tokens) / 10), 10 * max(tokens))
 
 
-def _falling(name: str, colour: str, at_low: float, low: float, high: float, dash: str = "solid") -> go.Scatter:
-    """From the ratio at the fewest tokens: twice the tokens, half the ratio."""
-    return line(name, colour, [low, high], [at_low, at_low * low / high], dash=dash)
+def _roofs(overlaps: Mapping[str, Overlap]) -> Iterator[_Roof]:
+    """Yield the lines of all plans that are above zero: of a single plan both phases, else the one that hides last."""
+    for (name, overlap), colour in zip(overlaps.items(), _OF_PLANS):
+        if name:
+            last = max(PHASES, key=overlap.crossover)
+            roofs = [_Roof(f"{name}, {last}", colour, last, overlap)]
+        else:
+            roofs = [_Roof(phase, _PHASE_COLOURS[phase], phase, overlap) for phase in PHASES]
+        for roof in roofs:
+            if roof.crossover:
+                yield roof
 
 
-def _of_a_run(view: RunView, point: OverlapPoint, low: float, high: float) -> list[go.Scatter]:
-    """The run's own point, and the line through what its link's formula predicts at its tokens."""
+def _roof_traces(roof: _Roof, clip: _Clip) -> list[go.Scatter]:
+    """Draw the line of a phase, and a diamond where it crosses 1."""
+    tokens = three_digits(roof.crossover)
+    name = f"{roof.label}: hidden from {tokens} tokens on"
+    falling = _falling(name, roof.colour, roof.overlap.ratio(roof.phase, clip.low), clip)
+    hover = f"{tokens} tokens<extra></extra>"
+    crossover = points("", roof.colour, [roof.crossover], [1.0], hovertemplate=hover, showlegend=False)
+    return [falling, crossover.update(marker_symbol="diamond")]
+
+
+def _falling(name: str, colour: str, at_low: float, clip: _Clip, dash: str = "solid") -> go.Scatter:
+    """Draw a line from the ratio at the fewest tokens: twice the tokens, half the ratio."""
+    at_high = at_low * clip.low / clip.high
+    return line(name, colour, [clip.low, clip.high], [at_low, at_high], dash=dash)
+
+
+def _of_a_run(view: RunView, point: OverlapPoint, clip: _Clip) -> list[go.Scatter]:
+    """Draw the run's own point, and the line through what its link's formula predicts at its tokens."""
     hover = f"{view.label}<br>{point.tokens:,} tokens, {point.measured:.3f}<extra></extra>"
     name = f"{view.label}, {'simulated' if view.simulated else 'measured'}"
-    own = points(name, ALARM, [point.tokens], [point.measured], hovertemplate=hover)
+    measured = points(name, ALARM, [point.tokens], [point.measured], hovertemplate=hover)
     if not point.predicted:
-        return [own]
-    at_low = point.predicted * point.tokens / low
-    return [_falling(f"{view.label}: {point.source}", ALARM, at_low, low, high, "dot"), own]
+        return [measured]
+    at_low = point.predicted * point.tokens / clip.low
+    return [_falling(f"{view.label}: {point.source}", ALARM, at_low, clip, "dot"), measured]
 
 
-def _axes(figure: go.Figure, low: float, high: float) -> None:
-    """Both axes in powers of ten; what is below the line of 1 is hidden."""
-    across = [math.log10(low), math.log10(high)]
+def _axes(figure: go.Figure, clip: _Clip) -> None:
+    """Set both axes in powers of ten; what is below the line of 1 is hidden."""
+    across = [math.log10(clip.low), math.log10(clip.high)]
     figure.update_xaxes(type="log", dtick=1, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
     figure.update_yaxes(type="log", dtick=1, title_text="communication / compute of a block")
     figure.add_hline(1.0, line=dict(color=GRID, width=3))
@@ -130,12 +178,26 @@ def _axes(figure: go.Figure, low: float, high: float) -> None:
         )
 
 
-def _finding(plans: Mapping[str, PlanSpec], found: Mapping[str, Overlap]) -> str:
+def _conditions(plans: Mapping[str, PlanSpec], records: Sequence[RunRecord]) -> str:
+    models = ", ".join(dict.fromkeys(spec.model.name for spec in plans.values()))
+    strategies = ", ".join(dict.fromkeys(spec.strategy for spec in plans.values()))
+    predicted = f"Predicted for {models}, {strategies}, prefetching one block"
+    return f"{predicted}. {conditions(records)}" if records else predicted
+
+
+def _finding(plans: Mapping[str, PlanSpec], overlaps: Mapping[str, Overlap]) -> str:
+    """Return the title: from how many tokens on communication hides, of several plans the first and the last."""
     if len(plans) == 1:
-        (name, spec), (each,) = next(iter(plans.items())), found.values()
+        ((name, spec),) = plans.items()
         where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
-        tokens = each.crossover_tokens
-        return f"{where}: hidden from {three_digits(tokens)} tokens a rank on" if tokens else f"{where} sends nothing"
-    ranked = sorted(found, key=lambda name: found[name].crossover_tokens)
-    first, last = (f"{name} ({three_digits(found[name].crossover_tokens)} tokens)" for name in (ranked[0], ranked[-1]))
+        tokens = overlaps[name].crossover_tokens
+        if not tokens:
+            return f"{where} sends nothing"
+        return f"{where}: hidden from {three_digits(tokens)} tokens a rank on"
+    by_tokens = sorted(overlaps, key=lambda name: overlaps[name].crossover_tokens)
+    first, last = _with_tokens(by_tokens[0], overlaps), _with_tokens(by_tokens[-1], overlaps)
     return f"Communication hides soonest on {first}, and last on {last}"
+
+
+def _with_tokens(name: str, overlaps: Mapping[str, Overlap]) -> str:
+    return f"{name} ({three_digits(overlaps[name].crossover_tokens)} tokens)"

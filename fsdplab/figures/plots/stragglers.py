@@ -16,8 +16,9 @@ from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
+from fsdplab.profiling.arrivals import Arrivals, Key, arrivals_of
 from fsdplab.profiling.findings import WORTH_SAYING
-from fsdplab.profiling.late_rank import Arrivals, Key, arrivals_of, late_rank_of, too_few_steps
+from fsdplab.profiling.late_rank import late_rank_of, too_few_steps
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red
@@ -25,11 +26,13 @@ _MOST_CELLS = 2_000  # above it neighbouring collectives share a column, which s
 _ROOM_FOR_NUMBERS = 24  # columns of cells above which numbers no longer fit
 _LONGEST_NAME = 24
 _SHORT = {"forward": "fwd", "backward": "bwd"}
+Columns = dict[str, list[Key]]  # by its name, a collective of each step
 Late = dict[int, list[float | None]]  # of each rank and column, ms after the first rank
 
 
 def straggler_map(record: RunRecord) -> go.Figure:
-    """Ranks (rows) x collectives (columns): ms by which each rank came later than the first, mean over profiled steps.
+    """Draw ranks (rows) x collectives (columns): ms by which each rank came later than the first, mean over profiled
+    steps.
 
     Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
@@ -38,79 +41,139 @@ def straggler_map(record: RunRecord) -> go.Figure:
     columns = _columns(issued, profile.unnamed(record))
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
-        remedy = "run it with --world-size 2 or more and --profile 2"
-        if record.spec.get("engine") == "trace":
-            remedy = "give the traces of two ranks or more"
-        raise ValueError(f"{label(record)} has no collective of two ranks to compare; {remedy}")
-    late: Late = {rank: [_lateness(keys, issued, rank) for keys in columns.values()] for rank in ranks}
-    known = {rank: [value for value in values if value is not None] for rank, values in late.items()}
-    highest = max(max(values, default=0.0) for values in known.values())
+        raise ValueError(f"{label(record)} has no collective of two ranks to compare; {_remedy(record)}")
+    late = _late(columns, issued, ranks)
+    means, highest = _means_and_highest(late)
+    shared = -(-len(columns) * len(ranks) // _MOST_CELLS)  # collectives that share a column
+    figure = _cells(columns, late, shared, _strongest(record, highest))
+    title = _finding(record, highest)
+    mean_words = ", ".join(f"rank {rank} {duration(mean * MS)}" for rank, mean in means.items())
+    alt = f"Heat map of lateness. {title}. Mean lateness: {mean_words}."
+    how = f"{shared} collectives a column" if shared > 1 else ""
+    where = profile.conditions(record, "cells: ms after the first rank", how)
+    row_height = max(16, min(46, 900 // len(ranks)))
+    return titled(figure, title, where, alt, 208 + row_height * len(ranks))
+
+
+def _remedy(record: RunRecord) -> str:
+    if record.spec.get("engine") == "trace":
+        return "give the traces of two ranks or more"
+    return "run it with --world-size 2 or more and --profile 2"
+
+
+def _cells(columns: Columns, late: Late, shared: int, strongest: float) -> go.Figure:
+    """Draw the map; numbers stand in its cells where they fit, else a scale of colours beside it."""
+    drawn = [_latest(values, shared) for values in late.values()]
+    names = list(columns)[::shared]
+    if len(columns) <= _ROOM_FOR_NUMBERS:
+        texts = [[_words(value) for value in values] for values in drawn]
+        scale_title = ""
+    else:
+        texts = [[""] * len(values) for values in drawn]
+        scale_title = "later than the<br>first rank (ms)"
+    hover = "%{y}, %{x}<br>%{z:.3f} ms after the first rank"
+    figure = heat_map(names, [f"rank {rank}" for rank in late], drawn, texts, hover, scale_title, strongest)
+    figure.update_traces(colorbar=dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4))
+    return figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
+
+
+def _strongest(record: RunRecord, highest: float) -> float:
+    """Return the ms of the strongest colour: at least two hundredths of a step, so that little lateness stays pale."""
     split = profile.breakdown_of(record)
     alike = _ALIKE * split.step_ns / MS if split else 0.0
-    most = max(highest, 2 * alike) or 1.0
-    every = -(-len(columns) * len(ranks) // _MOST_CELLS)
-    drawn, numbers = [_latest(values, every) for values in late.values()], len(columns) <= _ROOM_FOR_NUMBERS
-    texts = [[_words(value) if numbers else "" for value in values] for values in drawn]
-    hover = "%{y}, %{x}<br>%{z:.3f} ms after the first rank"
-    scale = "" if numbers else "later than the<br>first rank (ms)"
-    figure = heat_map(list(columns)[::every], [f"rank {rank}" for rank in ranks], drawn, texts, hover, scale, most)
-    figure.update_traces(colorbar=dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4))
-    figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
-    title = _finding(record, highest)
-    means = ", ".join(f"rank {rank} {duration(statistics.fmean(known[rank]) * MS)}" for rank in ranks)
-    alt = f"Heat map of lateness. {title}. Mean lateness: {means}."
-    height = 208 + max(16, min(46, 900 // len(ranks))) * len(ranks)
-    how = f"{every} collectives a column" if every > 1 else ""
-    return titled(figure, title, profile.conditions(record, "cells: ms after the first rank", how), alt, height)
+    return max(highest, 2 * alike) or 1.0
 
 
-def _columns(issued: Arrivals, nameless: str) -> dict[str, list[Key]]:
-    """{column: its collective in each step}, in the order of the step."""
-    columns: dict[str, list[Key]] = {}
-    names = _short_names({key[1] for key in issued})
-    for key in sorted(issued, key=lambda key: (key[0], min(issued[key].values()))):
-        again = f" #{key[4] + 1}" if key[4] else ""
-        unit = "" if nameless == NO_UNIT else f" {names[key[1]] or nameless}"
-        columns.setdefault(f"{key[3]}{unit} {_SHORT.get(key[2], key[2])}{again}", []).append(key)
+# ---- the columns, and how late each rank came to each
+
+
+def _columns(issued: Arrivals, nameless: str) -> Columns:
+    """Return {column: its collective in each step}, in the order of the step."""
+    columns: Columns = {}
+    names = _short_names({key.unit for key in issued})
+    for key in sorted(issued, key=lambda key: (key.step, min(issued[key].values()))):
+        words = [key.kind]
+        if nameless != NO_UNIT:
+            words.append(names[key.unit] or nameless)
+        words.append(_SHORT.get(key.phase, key.phase))
+        if key.number:
+            words.append(f"#{key.number + 1}")
+        columns.setdefault(" ".join(words), []).append(key)
     return columns
 
 
 def _short_names(units: set[str]) -> dict[str, str]:
-    """Units short enough for a slanted label: long names without their common beginning."""
+    """Return units short enough for a slanted label: long names without their common beginning, then cut at the end.
+
+    A cut that would make two units one is not made.
+    """
     if max(map(len, units), default=0) <= _LONGEST_NAME:
         return {unit: unit for unit in units}
-    named = [unit for unit in units if "." in unit]
-    common = os.path.commonprefix(named).rpartition(".")[0] if len(named) > 1 else ""
-    found = {unit: f"…{unit[len(common) :]}" if common and unit.startswith(f"{common}.") else unit for unit in units}
-    cut = {unit: name if len(name) <= _LONGEST_NAME else f"{name[:23]}…" for unit, name in found.items()}
-    return cut if len(set(cut.values())) == len(units) else found
+    in_modules = [unit for unit in units if "." in unit]
+    common = os.path.commonprefix(in_modules).rpartition(".")[0] if len(in_modules) > 1 else ""
+    shortened, cut = {}, {}
+    for unit in units:
+        name = f"…{unit[len(common) :]}" if common and unit.startswith(f"{common}.") else unit
+        shortened[unit] = name
+        cut[unit] = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return cut if len(set(cut.values())) == len(units) else shortened
+
+
+def _late(columns: Columns, issued: Arrivals, ranks: list[int]) -> Late:
+    late: Late = {}
+    for rank in ranks:
+        late[rank] = [_lateness(keys, issued, rank) for keys in columns.values()]
+    return late
 
 
 def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
-    """Mean ms after the first rank; None for a collective of other ranks."""
+    """Return the mean ms after the first rank; None for a collective of other ranks."""
     late = [issued[key][rank] - min(issued[key].values()) for key in keys if rank in issued[key]]
     return statistics.fmean(late) / MS if late else None
 
 
-def _latest(values: list[float | None], every: int) -> list[float | None]:
-    """The latest of each `every` values: a column for several collectives."""
-    columns = [values[place : place + every] for place in range(0, len(values), every)]
-    return [max((round(value, 4) for value in column if value is not None), default=None) for column in columns]
+def _means_and_highest(late: Late) -> tuple[dict[int, float], float]:
+    """Return (the mean lateness of each rank in ms, the highest lateness of all)."""
+    means, highest = {}, 0.0
+    for rank, values in late.items():
+        known = [value for value in values if value is not None]
+        means[rank] = statistics.fmean(known)
+        highest = max(highest, *known)
+    return means, highest
+
+
+def _latest(values: list[float | None], shared: int) -> list[float | None]:
+    """Return the latest of each `shared` values: a column for several collectives."""
+    latest: list[float | None] = []
+    for place in range(0, len(values), shared):
+        known = [round(value, 4) for value in values[place : place + shared] if value is not None]
+        latest.append(max(known, default=None))
+    return latest
+
+
+# ---- words
 
 
 def _words(value: float | None) -> str:
-    return "" if value is None else three_digits(value) if value else "first"
+    if value is None:
+        return ""
+    return three_digits(value) if value else "first"
 
 
 def _finding(record: RunRecord, highest: float) -> str:
-    """The title: which rank is late, by how much and how often; or that none is so again and again."""
-    found, split = late_rank_of(record), profile.breakdown_of(record)
-    # others must wait for the late rank for long enough: who sends ahead may be late for free
-    waiting = None if split is None else split.waiting_ns
-    lost = 0.0 if found is None else found.a_step_ns if waiting is None else found.of_waiting(waiting)
-    if found is None or split and lost < WORTH_SAYING * split.step_ns:
-        apart = f"ranks come within {duration(highest * MS)} of one another"
-        few = too_few_steps(record) if found is None else ""
+    """Return the title: which rank is late, by how much and how often; or that none is so again and again."""
+    found = late_rank_of(record)
+    apart = f"ranks come within {duration(highest * MS)} of one another"
+    if found is None:
+        few = too_few_steps(record)
         return f"{label(record)}: {apart}; who is late, {few}" if few else f"{label(record)}: no straggler, {apart}"
-    last = f"last to {found.last} of {found.of} collectives{f' in {found.phase}' if found.phase else ''}"
+    split = profile.breakdown_of(record)
+    if split is not None:
+        # others must wait for the late rank for long enough: who sends ahead may be late for free
+        lost = found.a_step_ns if split.waiting_ns is None else found.of_waiting(split.waiting_ns)
+        if lost < WORTH_SAYING * split.step_ns:
+            return f"{label(record)}: no straggler, {apart}"
+    last = f"last to {found.last} of {found.of} collectives"
+    if found.phase:
+        last += f" in {found.phase}"
     return f"{label(record)}: rank {found.rank} straggles, {last}, {duration(found.by_ns)} after the others (median)"

@@ -25,10 +25,13 @@ from fsdplab.records import RunRecord
 _OFF_LINK = OFF_LINK.removeprefix(", ")
 _COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
 SHOWN = ("compute", *profile.COLLECTIVES, "exposed")
+_EXPOSED_HEIGHT = 0.8  # lanes that the strip of exposed time takes
 _GAP = 0.5  # lanes between two ranks
 _LINE = 15  # pixels of a line of text
 _MOST_PHASES = 40
 _BRIEF = 0.002  # part of the compute below which a stretch of another phase is a hook
+
+Phase = tuple[float, str]  # when it begins, in ms, and its name
 
 
 @dataclass(frozen=True)
@@ -39,157 +42,209 @@ class Lanes:
     bottom: float
 
     def axis(self, height: float) -> dict[str, Any]:
-        """The axis, which is `height` pixels high: the lanes' names, each rank's before its first; ranks alone where a
-        lane is less than a line of text high: its colours tell the lanes.
-        """
-        first = dict(reversed(self.middle))
-        if height < _LINE * self.bottom:
-            places = [[at for (of, _), at in self.middle.items() if of == rank] for rank in first]
-            every = max(1, math.ceil(_LINE * len(first) / height))
-            texts = [f"<b>rank {rank}</b>" if index % every == 0 else "" for index, rank in enumerate(first)]
-            names = {sum(each) / len(each): text for each, text in zip(places, texts)}
-        else:
-            ranks = {(rank, lane): f"<b>rank {rank}</b>  " for rank, lane in first.items()}
-            names = {
-                at: ranks.get(key, "") + written(key[1]).replace("communication", "comm.")
-                for key, at in self.middle.items()
-            }
+        """Return the axis, which is `height` pixels high, with the names of lanes or of ranks."""
+        is_readable = height >= _LINE * self.bottom
+        names = self._names_of_lanes() if is_readable else self._names_of_ranks(height)
         return named_axis(names, self.bottom + 0.15, -0.15)
+
+    def _names_of_ranks(self, height: float) -> dict[float, str]:
+        """Return the ranks' names, where a lane is less than a line of text high: its colours tell the lanes."""
+        places: dict[int, list[float]] = {}
+        for (rank, _), at in self.middle.items():
+            places.setdefault(rank, []).append(at)
+        every = max(1, math.ceil(_LINE * len(places) / height))
+        names = {}
+        for index, (rank, of_rank) in enumerate(places.items()):
+            names[sum(of_rank) / len(of_rank)] = f"<b>rank {rank}</b>" if index % every == 0 else ""
+        return names
+
+    def _names_of_lanes(self) -> dict[float, str]:
+        """Return the lanes' names, and each rank's before its first."""
+        names = {}
+        before = None
+        for (rank, lane), at in self.middle.items():
+            name = written(lane).replace("communication", "comm.")
+            names[at] = name if rank == before else f"<b>rank {rank}</b>  {name}"
+            before = rank
+        return names
 
 
 def lanes_of(rows: list[Row]) -> Lanes:
-    """The lanes of every rank of a step; a lane that no rank uses is left out."""
+    """Place the lanes of every rank of a step; a lane that no rank uses is left out."""
     used = {row["lane"] for row in rows}
+    lanes = [lane for lane in SHOWN if lane in used]
     middle, at = {}, 0.0
-    for rank in sorted({row["rank"] for row in rows}):
-        for lane in (lane for lane in SHOWN if lane in used):
-            middle[rank, lane] = at + (0.5 if lane != "exposed" else 0.4)
-            at += 1 if lane != "exposed" else 0.8
+    for rank in sorted(_ranks(rows)):
+        for lane in lanes:
+            height = _EXPOSED_HEIGHT if lane == "exposed" else 1
+            middle[rank, lane] = at + height / 2
+            at += height
         at += _GAP
     return Lanes(middle, max(0.0, at - _GAP))
 
 
 def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT) -> go.Figure:
-    """Ranks stacked on one clock: compute, each collective, and exposed time in red.
+    """Draw the ranks stacked on one clock: compute, each collective, and exposed time in red.
 
     `step` is the profiled one of median length by default. Needs a `timeline` table (ValueError with the remedy without
     one). At most `limit` marks are drawn. Hover names the unit.
     """
     step, rows = profile.timeline_of(record, step)
-    lanes, end = lanes_of(rows), (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
+    lanes = lanes_of(rows)
+    end = (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
-    height = round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
+    lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))
+    height = round(lane_height * lanes.bottom)
     clock = dict(title_text="time since the step began (ms)", range=[0, 1.005 * end])
     layout = dict(barmode="overlay", xaxis=clock, yaxis=lanes.axis(height), **phase_lines(phases(rows), end))
     figure = go.Figure(bars, layout)
     title, words = _finding(record, rows)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
-    steps = len({row["step"] for row in record.table("breakdown")})
-    drawn = f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
-    where = profile.conditions(record, drawn, profile.slower_words(record), merged)
+    where = profile.conditions(record, _which_step(record, step), profile.slower_words(record), merged)
     return titled(figure, title, where, alt, 62 + height)
 
 
+def _which_step(record: RunRecord, step: int) -> str:
+    steps = len({row["step"] for row in record.table("breakdown")})
+    return f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
+
+
 def step_start(rows: list[Row]) -> int:
-    """When the first rank began the step, in ns."""
-    whole = [row["start_ns"] for row in rows if row["lane"] == "step"]
-    return min(whole or [row["start_ns"] for row in rows])
+    """Return when the first rank began the step, in ns."""
+    whole_steps = [row["start_ns"] for row in rows if row["lane"] == "step"]
+    return min(whole_steps or [row["start_ns"] for row in rows])
 
 
 def _ranks(rows: list[Row]) -> set[int]:
     return {row["rank"] for row in rows}
 
 
+# ---- the marks of the lanes
+
+
 def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[list[go.Bar], str]:
-    """(the bars of a step's lanes on a clock of `end` ms, the subtitle's words on neighbours that were merged)."""
+    """Return (the bars of a step's lanes on a clock of `end` ms, the subtitle's words on merged neighbours)."""
     origin = step_start(rows)
-    marks = [_mark(row, lanes, origin) for row in uncovered(rows) if (row["rank"], row["lane"]) in lanes.middle]
+    marks = []
+    for row in uncovered(rows):
+        if (row["rank"], row["lane"]) in lanes.middle:
+            marks.append(_mark(row, lanes, origin))
     drawn, merged = downsample(marks, limit)
     bars = mark_lanes(drawn, _COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
     if bars and bars[-1].name == _OFF_LINK:
+        # beside copying and waiting, the red strip is what remains of exposed time
         bars[-2].update(name="exposed on the link")
     return bars, merged
 
 
 def uncovered(rows: list[Row]) -> list[Row]:
-    """The rows, with exposed ones cut where their rank computes.
+    """Return the rows, with exposed ones cut where their rank computes.
 
     A record has neighbouring pieces of exposed time as one row where there are many, also across short computing. Drawn
     so, the red strip would be longer than the exposed time that the title states.
     """
-    computed = grouped((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
-    whole = {rank: union([(row["start_ns"], row["end_ns"]) for row in own]) for rank, own in computed.items()}
-    found = []
+    computing = {}
+    of_ranks = grouped((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
+    for rank, of_rank in of_ranks.items():
+        computing[rank] = union([(row["start_ns"], row["end_ns"]) for row in of_rank])
+    cut = []
     for row in rows:
-        if row["lane"] != "exposed" or row["rank"] not in whole:
-            found.append(row)
+        if row["lane"] != "exposed" or row["rank"] not in computing:
+            cut.append(row)
             continue
-        beside = within(whole[row["rank"]], row["start_ns"], row["end_ns"])
-        pieces = subtract([(row["start_ns"], row["end_ns"])], beside)
-        found += [{**row, "start_ns": int(start), "end_ns": int(end)} for start, end in pieces]
-    return found
+        meanwhile = within(computing[row["rank"]], row["start_ns"], row["end_ns"])
+        for start, end in subtract([(row["start_ns"], row["end_ns"])], meanwhile):
+            cut.append({**row, "start_ns": int(start), "end_ns": int(end)})
+    return cut
 
 
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
-    """A row's bar, named by its unit; exposed time says in which collective."""
-    lane, phase, unit = row["lane"], row["phase"], "" if row["unit"] == NO_UNIT else row["unit"]
-    what = " · ".join(filter(None, [unit, phase, row["name"] if lane != "compute" else "compute"]))
+    """Return a row's bar, named by its unit; exposed time says in which collective."""
+    lane, phase = row["lane"], row["phase"]
+    unit = "" if row["unit"] == NO_UNIT else row["unit"]
+    what = "compute" if lane == "compute" else row["name"]
+    name = " · ".join(filter(None, [unit, phase, what]))
     place = lanes.middle[row["rank"], lane]
-    start, end = ((row[name] - origin) / MS for name in ("start_ns", "end_ns"))
+    start = (row["start_ns"] - origin) / MS
+    end = (row["end_ns"] - origin) / MS
     if lane == "exposed":
         group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
-        return Mark(group, place, start, end, f" · exposed: {what}")
+        return Mark(group, place, start, end, f" · exposed: {name}")
     if phase == "optimizer":
         return Mark("optimizer", place, start, end, " · optimizer")
-    group = lane if lane != "compute" else f"compute in {'backward' if phase == 'backward' else 'forward'}"
-    what = what if unit else f" · {what}"  # no label where no unit has a name
-    return Mark(group, place, start, end, what, profile.short_unit(unit))
+    group = lane
+    if lane == "compute":
+        group = "compute in backward" if phase == "backward" else "compute in forward"
+    if not unit:
+        name = f" · {name}"  # a bar has no label where no unit has a name
+    return Mark(group, place, start, end, name, profile.short_unit(unit))
 
 
-def phases(rows: list[Row]) -> list[tuple[float, str]]:
-    """(begin in ms, name) of the phases, as the first rank's compute goes through them.
+# ---- the phases above the lanes
+
+
+def phases(rows: list[Row]) -> list[Phase]:
+    """Return the phases, as the first rank's compute goes through them; the first begins at 0.
 
     A hook's few microseconds of another phase in the middle of one are no change of phase.
     """
     first, origin = min(_ranks(rows)), step_start(rows)
     computed = [row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]]
-    whole = sum(row["end_ns"] - row["start_ns"] for row in computed)
-    found: list[tuple[float, str]] = []
-    for name, run in groupby(sorted(computed, key=lambda row: row["start_ns"]), lambda row: row["phase"]):
-        own = list(run)
-        spent = sum(row["end_ns"] - row["start_ns"] for row in own)
-        if spent >= _BRIEF * whole and (not found or found[-1][1] != name):
-            found.append(((own[0]["start_ns"] - origin) / MS, name))
-    return [(0.0, found[0][1]), *found[1:]] if found else []
+    computed.sort(key=lambda row: row["start_ns"])
+    whole = _length_of(computed)
+    found: list[Phase] = []
+    for name, stretch in groupby(computed, lambda row: row["phase"]):
+        stretch_rows = list(stretch)
+        is_hook = _length_of(stretch_rows) < _BRIEF * whole
+        goes_on = bool(found) and found[-1][1] == name
+        if not is_hook and not goes_on:
+            begin = (stretch_rows[0]["start_ns"] - origin) / MS if found else 0.0
+            found.append((begin, name))
+    return found
 
 
-def phase_lines(found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> dict[str, list[dict[str, Any]]]:
-    """Of a layout: a line where each phase begins, and the phase's name above the lanes. Of names that would stand in
-    each other's place that of the longest phase, and of very many phases the longest.
+def _length_of(rows: list[Row]) -> int:
+    return sum(row["end_ns"] - row["start_ns"] for row in rows)
+
+
+def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[str, list[dict[str, Any]]]:
+    """Return what a layout needs: a line where each phase begins, and the phase's name above the lanes.
+
+    Of names that would stand in each other's place only that of the longest phase is written, and of very many phases
+    only the longest have a line.
     """
-    ends = [*(begin for begin, _ in found[1:]), end]
-    longest = sorted(range(len(found)), key=lambda index: found[index][0] - ends[index])[:_MOST_PHASES]
-    taken: list[tuple[float, float]] = []
+    taken: list[tuple[float, float]] = []  # pixels from the left edge that names fill
     lines, names = [], []
-    for begin, name in (found[index] for index in longest):
+    for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
+        line = dict(type="line", line=dict(color=GRID, width=2), x0=begin, x1=begin, y0=bottom, y1=1)
+        lines.append(line | dict(yref="paper", layer="below"))
         late = begin > 0.9 * end  # beside the right edge the name stands before the line
         width = words_width(f"{name} → ", 14)
         left = begin / end * plot_width() - (width - 22 if late else 0)
-        place = dict(x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", layer="below")
-        lines.append(dict(type="line", line=dict(color=GRID, width=2), **place))
-        if all(left + width <= first or left >= last for first, last in taken):
-            taken.append((left, left + width))
-            side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
-            above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
-            names.append(dict(x=begin, text=f"{name} →", **above, **side))
+        if any(left < last and first < left + width for first, last in taken):
+            continue
+        taken.append((left, left + width))
+        side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
+        above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
+        names.append(dict(x=begin, text=f"{name} →", **above, **side))
     return {"shapes": lines, "annotations": names}
 
 
+def _longest_first(found: Sequence[Phase], end: float) -> list[Phase]:
+    begins = [begin for begin, _ in found]
+    ends = [*begins[1:], end]
+    order = sorted(range(len(found)), key=lambda index: begins[index] - ends[index])
+    return [found[index] for index in order]
+
+
+# ---- words
+
+
 def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
-    """(title, the alternative text): how much of a profiled step is exposed, the mean that is called so everywhere."""
+    """Return (title, alternative text): how much of a profiled step is exposed, a mean that is the same everywhere."""
     split = profile.breakdown_of(record)
     if split is None:
-        red = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / len(_ranks(rows))
+        red = _length_of([row for row in rows if row["lane"] == "exposed"]) / len(_ranks(rows))
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
     title = f"{label(record)}: {_exposed_words(split, rows)}"
@@ -199,7 +254,7 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
 
 
 def _exposed_words(split: StepSummary, rows: list[Row]) -> str:
-    """How much is exposed; where the rows tell copies and waiting apart, how much of it on the link."""
+    """Say how much is exposed; where the rows tell copies and waiting apart, how much of it on the link."""
     step = duration(split.step_ns)
     if split.on_link_ns is None or not any(row["name"].endswith(OFF_LINK) for row in rows):
         share = percent(split.exposed_ns, split.step_ns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.common.collectives import bus_factor
@@ -19,92 +20,157 @@ from fsdplab.records import RunRecord
 
 MB = 1e6
 _GREY = "#808488"
+_FORMULA_COLOUR = STRATEGY_COLOURS["no_shard"]
 Sent = Mapping[str, int]  # bytes of a step by "kind in phase", in order of first appearance
 _PASSES = "an all-gather or a reduce-scatter moves all parameters once, an all-reduce twice"
 
 
+@dataclass(frozen=True)
+class _Bar:
+    """A run that has recorded collectives, and what its rank sent in a step."""
+
+    run: RunView
+    sent: Sent
+
+    @property
+    def total(self) -> int:
+        return sum(self.sent.values())
+
+    @property
+    def formula(self) -> int | None:
+        """Bytes that the run's strategy must send; None where no formula is known."""
+        return self.run.summary.formula_bytes_per_step
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.sent.items())
+
+
 def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int = 0) -> go.Figure:
-    """Bytes that one rank sent in its last recorded step, stacked by collective and phase: of one run beside the
-    formula's total, of several a bar each and how many times the first one's.
+    """Draw the bytes that one rank sent in its last recorded step, stacked by collective and phase: of one run beside
+    the formula's total, of several a bar each and how many times the first one's.
 
     Needs a `ledger` table, or `collectives` of traces that tell their bytes. ValueError if neither is there in any run.
     """
     runs = listed(records)
-    found = [(run, sent) for run, record in zip(views(runs), runs) if (sent := sent_by(record, rank))]
-    if not found:
-        alone = all(record.spec.get("world_size") == 1 for record in runs)
-        raise ValueError(
-            f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more"
-            if alone
-            else f"rank {rank} recorded no collective with its bytes: profile some steps (--profile 2)"
-        )
+    bars = []
+    for run, record in zip(views(runs), runs):
+        sent = sent_by(record, rank)
+        if sent:
+            bars.append(_Bar(run, sent))
+    if not bars:
+        raise ValueError(f"rank {rank} recorded no collective{_remedy(runs)}")
     if len(runs) > 1:
-        return _of_several(found, views(runs), rank)
-    ((run, sent),) = found
-    formula, total = run.summary.formula_bytes_per_step, sum(sent.values())
-    if formula is None:
-        figure = _bars({run.label: f"<b>{size(total)}</b>"}, _parts([sent]))
-        return titled(
-            figure, f"{run.label} sends {size(total)} a step", _where([run], rank), f"A bar: {_words(sent)}.", 150
-        )
-    parts = [*_parts([sent, {}]), Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (formula or 0) / MB])]
-    figure = _bars({"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(formula)}</b>"}, parts)
-    figure.data[-1].showlegend = False
-    if total == formula:
-        title = f"{run.label}: the ledger equals the formula, {size(total)} a step"
-    else:
-        title = f"{run.label}: the ledger differs from the formula by {total - formula:+,} bytes a step"
-    alt = f"Two bars. Ledger: {_words(sent)}. Formula: {size(formula)}."
-    return titled(figure, title, f"{_where([run], rank)}; the formula is computed", alt, 200)
+        return _of_several(bars, views(runs), rank)
+    if bars[0].formula is None:
+        return _without_formula(bars[0], rank)
+    return _beside_formula(bars[0], bars[0].formula, rank)
+
+
+def _remedy(runs: list[RunRecord]) -> str:
+    if all(record.spec.get("world_size") == 1 for record in runs):
+        return "; a run of one rank sends nothing: use world_size=2 or more"
+    return " with its bytes: profile some steps (--profile 2)"
+
+
+# ---- what a rank sent
 
 
 def sent_by(record: RunRecord, rank: int) -> Sent:
-    """Bytes that a rank sent in its last recorded step, by collective and phase: `{"all_reduce in backward": 86}`."""
-    rows = [row for row in record.table("ledger") or _of_traces(record) if int(row["rank"]) == rank]
-    last = max((int(row["step"]) for row in rows), default=0)
+    """Return the bytes that a rank sent in its last recorded step, by collective and phase.
+
+    `{"all_reduce in backward": 86}`.
+    """
+    of_rank = [row for row in record.table("ledger") or _of_traces(record) if int(row["rank"]) == rank]
+    last = max((int(row["step"]) for row in of_rank), default=0)
     sent: dict[str, float] = defaultdict(float)
-    for row in (row for row in rows if int(row["step"]) == last):
-        sent[f"{row['kind']} in {row['phase']}"] += row["wire_bytes"]
+    for row in of_rank:
+        if int(row["step"]) == last:
+            sent[f"{row['kind']} in {row['phase']}"] += row["wire_bytes"]
     return {name: round(nbytes) for name, nbytes in sent.items()}
 
 
 def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
-    """The collectives of an engine without a ledger, by its traces; [] where these do not tell the bytes of each."""
-    rows, ranks = record.table("collectives"), int(record.spec.get("world_size") or 1)
-    if any(row["logical_bytes"] is None for row in rows):
-        return []
-    return [
-        {**row, "wire_bytes": row["logical_bytes"] * bus_factor(row["kind"], int(row["group_size"] or ranks))}
-        for row in rows
-    ]
+    """Return the collectives of an engine without a ledger, by its traces; [] where these do not tell all bytes."""
+    all_ranks = int(record.spec.get("world_size") or 1)
+    rows = []
+    for row in record.table("collectives"):
+        if row["logical_bytes"] is None:
+            return []
+        group_size = int(row["group_size"] or all_ranks)
+        rows.append({**row, "wire_bytes": row["logical_bytes"] * bus_factor(row["kind"], group_size)})
+    return rows
 
 
-def _of_several(found: list[tuple[RunView, Sent]], runs: list[RunView], rank: int) -> go.Figure:
-    """A bar a run, each with how many times the first one's bytes it is."""
-    shown, totals = [run for run, _ in found], [sum(sent.values()) for _, sent in found]
-    times = [f"{total / totals[0]:.2g} times" for total in totals]
-    ends = {
-        run.label: f"<b>{size(total)}</b>{'' if total == totals[0] else f' · {each}'}"
-        for run, total, each in zip(shown, totals, times)
-    }
-    most = max(range(len(shown)), key=totals.__getitem__)
-    title = f"{shown[most].label} sends {size(totals[most])} a step, {times[most]} as much as {shown[0].label}"
-    title = title if totals[most] > totals[0] else f"No run sends more than {shown[0].label}, {size(totals[0])} a step"
+# ---- one run
+
+
+def _without_formula(bar: _Bar, rank: int) -> go.Figure:
+    figure = _bars({bar.run.label: f"<b>{size(bar.total)}</b>"}, _parts([bar.sent]))
+    title = f"{bar.run.label} sends {size(bar.total)} a step"
+    return titled(figure, title, _where([bar.run], rank), f"A bar: {bar.words}.", 150)
+
+
+def _beside_formula(bar: _Bar, formula: int, rank: int) -> go.Figure:
+    """Draw the run's bar above that of the formula."""
+    ends = {"ledger": f"<b>{size(bar.total)}</b>", "formula": f"<b>{size(formula)}</b>"}
+    computed = Part("formula", _FORMULA_COLOUR, [0.0, formula / MB])
+    figure = _bars(ends, [*_parts([bar.sent, {}]), computed])
+    figure.data[-1].showlegend = False  # its row says what it is
+    if bar.total == formula:
+        title = f"{bar.run.label}: the ledger equals the formula, {size(bar.total)} a step"
+    else:
+        title = f"{bar.run.label}: the ledger differs from the formula by {bar.total - formula:+,} bytes a step"
+    where = f"{_where([bar.run], rank)}; the formula is computed"
+    return titled(figure, title, where, f"Two bars. Ledger: {bar.words}. Formula: {size(formula)}.", 200)
+
+
+# ---- several runs
+
+
+def _of_several(bars: list[_Bar], runs: list[RunView], rank: int) -> go.Figure:
+    """Draw a bar a run, each with how many times the first one's bytes it is."""
+    shown = [bar.run for bar in bars]
+    first = bars[0]
+    most = max(bars, key=lambda bar: bar.total)
+    ends = {}
+    for bar in bars:
+        beside = "" if bar.total == first.total else f" · {_times(bar, first)}"
+        ends[bar.run.label] = f"<b>{size(bar.total)}</b>{beside}"
+    if most.total > first.total:
+        title = f"{most.run.label} sends {size(most.total)} a step, {_times(most, first)} as much as {first.run.label}"
+    else:
+        title = f"No run sends more than {first.run.label}, {size(first.total)} a step"
     left_out = missing(runs, shown, "recorded no collective")
-    where = "; ".join(filter(None, [_where(shown, rank), _against_formulas(shown, totals), _PASSES, left_out]))
-    words = "; ".join(f"{run.label} {_words(sent)}" for run, sent in found)
+    where = "; ".join(filter(None, [_where(shown, rank), _against_formulas(bars), _PASSES, left_out]))
+    words = "; ".join(f"{bar.run.label} {bar.words}" for bar in bars)
     alt = f"Bars of the bytes that one rank sends in a step: {words}."
-    return titled(_bars(ends, _parts([sent for _, sent in found])), title, where, alt, 90 + 46 * len(found))
+    figure = _bars(ends, _parts([bar.sent for bar in bars]))
+    return titled(figure, title, where, alt, 90 + 46 * len(bars))
 
 
-def _against_formulas(shown: list[RunView], totals: list[int]) -> str:
-    """Whether the bars equal their formulas, said once for all; of an engine without a formula nothing is said."""
-    formulas = [(run, run.summary.formula_bytes_per_step, total) for run, total in zip(shown, totals)]
-    off = [f"{run.label} differs from its formula by {total - each:+,} bytes" for run, each, total in formulas if each]
-    off = [words for words in off if not words.endswith(" by +0 bytes")]
-    without = [run.label for run, each, _ in formulas if not each]
-    equal = "every bar that has a formula equals it" if without else "every bar equals its formula"
-    return "; ".join(off) or ("" if len(without) == len(shown) else f"{equal} to the byte")
+def _times(bar: _Bar, first: _Bar) -> str:
+    return f"{bar.total / first.total:.2g} times"
+
+
+def _against_formulas(bars: list[_Bar]) -> str:
+    """Say whether the bars equal their formulas, once for all; of an engine without a formula nothing is said."""
+    with_formula = [bar for bar in bars if bar.formula]
+    if not with_formula:
+        return ""
+    differences = []
+    for bar in with_formula:
+        difference = bar.total - (bar.formula or 0)
+        if difference:
+            differences.append(f"{bar.run.label} differs from its formula by {difference:+,} bytes")
+    if differences:
+        return "; ".join(differences)
+    if len(with_formula) < len(bars):
+        return "every bar that has a formula equals it to the byte"
+    return "every bar equals its formula to the byte"
+
+
+# ---- what all of these figures share
 
 
 def _bars(ends: Mapping[str, str], parts: list[Part]) -> go.Figure:
@@ -112,23 +178,23 @@ def _bars(ends: Mapping[str, str], parts: list[Part]) -> go.Figure:
 
 
 def _parts(rows: list[Sent]) -> list[Part]:
-    """The collectives that at least one row sends, in MB; the second all-gather of a step has its own shade."""
+    """Return the collectives that at least one row sends, in MB; the second all-gather of a step has its own shade."""
     names = dict.fromkeys(name for sent in rows for name in sent)
-    kinds = {name: name if name in COLLECTIVE_COLOURS else name.split(" in ")[0] for name in names}
-    return [
-        Part(name, COLLECTIVE_COLOURS.get(kinds[name], _GREY), [sent.get(name, 0) / MB for sent in rows])
-        for name in names
-    ]
+    parts = []
+    for name in names:
+        kind = name if name in COLLECTIVE_COLOURS else name.split(" in ")[0]
+        megabytes = [sent.get(name, 0) / MB for sent in rows]
+        parts.append(Part(name, COLLECTIVE_COLOURS.get(kind, _GREY), megabytes))
+    return parts
 
 
 def _where(shown: list[RunView], rank: int) -> str:
+    """Say of which rank the bytes are, and how they were counted."""
     if any(run.simulated for run in shown):
         return f"{how_and_where(shown)}, rank {rank}"
     where = f"Rank {rank} of {ranks_and_device(shown)}"
-    if not all(run.engine == "lab" and not run.recorded for run in shown):
-        return f"{where}, by the collectives in its trace" if len(shown) == 1 else f"{where}, by ledger or trace"
-    return f"{where}, counted at every collective"
-
-
-def _words(sent: Sent) -> str:
-    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in sent.items())
+    if all(run.engine == "lab" and not run.recorded for run in shown):
+        return f"{where}, counted at every collective"
+    if len(shown) == 1:
+        return f"{where}, by the collectives in its trace"
+    return f"{where}, by ledger or trace"

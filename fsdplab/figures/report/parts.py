@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias
@@ -43,28 +44,37 @@ Look: TypeAlias = Callable[[int, str | None], Mapping[str, str]]
 
 @lru_cache
 def _templates() -> Environment:
-    loader = PackageLoader("fsdplab.figures.report")
     made = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )  # fmt: skip
+        loader=PackageLoader("fsdplab.figures.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     made.globals.update(verbatim=_verbatim, size=size, ink=TEXT, ink_on_dark=DARK_TEXT, alarm=ALARM, font=FONT)
     made.filters["in_script"] = in_script
     return made
 
 
 def rendered(template: str, **values: Any) -> Markup:
-    """The HTML of a whole template: `rendered("tabs.html", panels={"Summary": body})`."""
+    """Return the HTML of a whole template: `rendered("tabs.html", panels={"Summary": body})`."""
     return Markup(_templates().get_template(template).render(values))
 
 
 def part(macro: str, **values: Any) -> Markup:
-    """The HTML of a macro of `parts.html`: `part("note", text="a < b") == "<figure><p>a &lt; b</p></figure>"`."""
+    """Return the HTML of a macro of `parts.html`.
+
+    `part("note", text="a < b") == "<figure><p>a &lt; b</p></figure>"`.
+    """
     made: Markup = getattr(_templates().get_template("parts.html").module, macro)(**values)
     return made
 
 
 def in_script(json_text: str) -> Markup:
-    """JSON that no text in it can end: `in_script('"</script>"')` has `\\u003c` for `<`, which JSON reads back."""
+    """Return JSON that no text in it can end.
+
+    `in_script('"</script>"')` has `\\u003c` for `<`, which JSON reads back.
+    """
     return Markup(json_text.replace("<", "\\u003c"))
 
 
@@ -73,29 +83,32 @@ def _verbatim(file: str) -> Markup:
 
 
 def table(head: Texts, rows: Iterable[Texts], look: Look, caption: str = "", **attributes: str) -> Markup:
-    """An HTML table; `attributes` are those of its own tag: `table(["rank"], [["0"], ["1"]], lambda *cell: {})`."""
+    """Return an HTML table; `attributes` are those of its own tag.
+
+    `table(["rank"], [["0"], ["1"]], lambda *cell: {})`.
+    """
     header = [(text, look(place, None)) for place, text in enumerate(head)]
     body = [[(text, look(place, text)) for place, text in enumerate(row)] for row in rows]
     return part("table", head=header, rows=body, attributes=attributes, caption=caption)
 
 
 def number_table(head: Texts, rows: Iterable[Texts], caption: str = "") -> Markup:
-    """A table whose cells are numbers, set flush right, after the first column's."""
+    """Return a table whose cells are numbers, set flush right, after the first column's."""
     return table(head, rows, lambda place, text: {"class": "number"} if place else {}, caption)
 
 
 def folded(title: str, body: str) -> Markup:
-    """A part that opens when its title is clicked; nothing where there is no body."""
+    """Return a part that opens when its title is clicked; nothing where there is no body."""
     return part("folded", title=title, body=body) if body else Markup("")
 
 
 def comparison_table(runs: Sequence[RunView], look: Look, columns: Sequence[str], **attributes: str) -> Markup:
-    """The table of a comparison, one row a run, in columns that the terminal prints too."""
+    """Return the table of a comparison, one row a run, in columns that the terminal prints too."""
     return table(columns, (cells(run, columns) for run in runs), look, **attributes)
 
 
 def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs) -> Markup:
-    """A figure for the page, or the one line that says why there is none and what to do."""
+    """Draw a figure for the page, or write the one line that says why there is none and what to do."""
     try:
         return plot(draw(*what, **how))
     except ValueError as reason:
@@ -103,20 +116,32 @@ def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs)
 
 
 def plot(figure: go.Figure) -> Markup:
-    """A figure as JSON beside an empty place, drawn when it is first seen; title, conditions and legend are HTML."""
-    words = (figure.layout.title.text, figure.layout.title.subtitle.text)
-    title, conditions = (Markup((each or "").replace("<br>", " ")).striptags() for each in words)
+    """Return a figure as JSON beside an empty place, where it is drawn when that is first seen; title, conditions and
+    legend are HTML.
+    """
+    title = _plain(figure.layout.title.text)
+    conditions = _plain(figure.layout.title.subtitle.text)
     from plotly.io.json import to_json_plotly
 
     shown = bare(figure)
     return part(
-        "plot", title=title, conditions=conditions, alt=alt_text(figure), height=shown["layout"]["height"],
-        keys=legend_of(figure), data=to_json_plotly(shown),
-    )  # fmt: skip
+        "plot",
+        title=title,
+        conditions=conditions,
+        alt=alt_text(figure),
+        height=shown["layout"]["height"],
+        keys=legend_of(figure),
+        data=to_json_plotly(shown),
+    )
+
+
+def _plain(words: str | None) -> str:
+    """Return a figure's text without its tags and its breaks of lines."""
+    return Markup((words or "").replace("<br>", " ")).striptags()
 
 
 def note(text: str) -> Markup:
-    """One line in a figure's place."""
+    """Return one line in a figure's place."""
     return part("note", text=text)
 
 
@@ -130,8 +155,8 @@ MARKS = 900  # of the timeline and of the lives each
 
 
 def linked_html(record: RunRecord, standalone: bool = False) -> str:
-    """The linked view with a slider as an HTML fragment; `standalone` adds plotly and the script, for a page or a cell
-    of its own.
+    """Return the linked view with a slider as an HTML fragment; `standalone` adds plotly and the script, for a page or
+    a cell of its own.
 
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
@@ -139,9 +164,12 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     start, life = peak_instant(record), unit_states(record)
     length = life.length / MS
     slices = cells_figure(life, start).update_layout(
-        template=template(), height=70 + map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
+        template=template(),
+        height=70 + map_height(life),
+        margin=dict(l=16, r=28, t=34, b=16),
+        legend_y=1,
         meta=dict(alt="Which slice lives where at the cursor."),
-    )  # fmt: skip
+    )
     fragment = rendered(
         "linked.html",
         plot=plot(linked_view(record, MARKS)),
@@ -149,7 +177,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
         start=f"{start / MS:.4f}",
         end=f"{length:.4f}",
         step=f"{length / 2000:.6f}",
-        states=json.dumps(_states(life), separators=(",", ":")),
+        states=json.dumps(_states(life).as_json(), separators=(",", ":")),
     )
     if standalone:
         from plotly.offline import get_plotlyjs
@@ -158,15 +186,32 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     return str(fragment)
 
 
-def _states(life: UnitStates) -> dict[str, Any]:
-    """Ranks, units and every unit's changes, and the words and the colour of each state.
+@dataclass(frozen=True)
+class _States:
+    """What the linked view's script (`plots.js`) looks up: a state is a number, its place in `colours` and `words`.
 
-    `[[0, 0], [1.2, 1], [3.4, 2]]` is sharded, from 1.2 ms unsharding, from 3.4 ms unsharded.
+    `changes` has, of each rank and unit, (ms since the step began, state's number): `[[0, 0], [1.2, 1], [3.4, 2]]` is
+    sharded, from 1.2 ms unsharding, from 3.4 ms unsharded.
     """
+
+    ranks: list[int]
+    units: list[str]
+    changes: list[list[list[tuple[float, int]]]]
+    colours: list[str]
+    words: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that the script reads, by these names."""
+        return {name: getattr(self, name) for name in ("ranks", "units", "changes", "colours", "words")}
+
+
+def _states(life: UnitStates) -> _States:
     number = {state: place for place, state in enumerate(STATE_COLOURS)}
-    changes = [
-        [[[round(since / MS, 3), number[state]] for since, state in life.states[rank, unit]] for unit in life.units]
-        for rank in life.shown
-    ]
-    looks = dict(colours=list(STATE_COLOURS.values()), words=[state_words(state) for state in STATE_COLOURS])
-    return dict(ranks=life.shown, units=life.units, changes=changes, **looks)
+    changes = []
+    for rank in life.shown:
+        of_rank = []
+        for unit in life.units:
+            of_rank.append([(round(since / MS, 3), number[state]) for since, state in life.states[rank, unit]])
+        changes.append(of_rank)
+    words = [state_words(state) for state in STATE_COLOURS]
+    return _States(life.shown, life.units, changes, list(STATE_COLOURS.values()), words)

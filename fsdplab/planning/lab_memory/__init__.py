@@ -2,7 +2,7 @@
 
 A plan (memory.py) adds the activations of a block at a time. Here small models run in front of the reader, and what is
 measured is exact: so every operator's allocations are played, beside the buffers that units take in both. They come
-from a recording of one micro-batch, or for a preset from a tape of its operators.
+from a recording of one micro-batch; for presets recordings are kept, which hold for all sizes.
 """
 
 from .presets import LabRun, memory_of_step, unit_parameters

@@ -6,8 +6,8 @@ here is freed when PyTorch would free it, by the same rule: the last reference i
 The buffers of a unit are those that the engine's own `Unit` takes and frees, and what the shared-memory transport keeps
 for peers to read (`engine/transport/shared_memory/transport.py`), in the engine's own layouts, padding and alignment
 included. What one micro-batch computes is a recording: storages that begin and end, between the calls of hooks. It is
-made once from the plain model (sessions/micro_batch.py) and holds for every strategy: sharding changes what stands
-between the calls, and not what a unit computes.
+made once from the plain model (sessions/micro_batch.py; of presets it is kept, see presets.py) and holds for every
+strategy: sharding changes what stands between the calls, and not what a unit computes.
 
 Two steps are played. The first makes what lives on: the buffers of the transports, the order of the units. The second
 is the one whose memory counts.
@@ -15,11 +15,11 @@ is the one whose memory counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fsdplab.common.names import CATEGORIES
 from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout
@@ -103,17 +103,20 @@ class Staging:
     """
 
     def __init__(self, buffers: int) -> None:
-        self._sizes, self._taken = [0] * buffers, list[int]()
+        self._sizes = [0] * buffers
+        self._taken: list[int] = []  # since the last call of `bytes_of_steps`
 
     def take(self, nbytes: int) -> None:
         """The next buffer holds `nbytes`."""
-        self._taken.append(-(-nbytes // PAGE) * PAGE)
+        pages = -(-nbytes // PAGE)
+        self._taken.append(pages * PAGE)
 
     def bytes_of_steps(self) -> int:
         """Bytes that are kept after steps that took what was taken since the last call."""
         buffers = len(self._sizes)
         for turn, nbytes in enumerate(self._taken * buffers):
-            self._sizes[turn % buffers] = max(self._sizes[turn % buffers], nbytes)
+            buffer = turn % buffers
+            self._sizes[buffer] = max(self._sizes[buffer], nbytes)
         self._taken.clear()
         return sum(self._sizes)
 
@@ -124,11 +127,14 @@ class Transports:
     """
 
     def __init__(self) -> None:
-        self.gathers, self.reductions, self.exchanges = Staging(2), Staging(2), Staging(3)
+        self.gathers = Staging(2)
+        self.reductions = Staging(2)
+        self.exchanges = Staging(3)
 
     def bytes_of_steps(self) -> int:
         """Bytes that are kept after steps as the last one."""
-        return sum(each.bytes_of_steps() for each in (self.gathers, self.reductions, self.exchanges))
+        stagings = (self.gathers, self.reductions, self.exchanges)
+        return sum(staging.bytes_of_steps() for staging in stagings)
 
 
 class UnitBuffers(PlannedMemory):
@@ -145,39 +151,56 @@ class UnitBuffers(PlannedMemory):
         transports: Transports | None,
     ) -> None:
         super().__init__(name, sharing)
-        self._shards, self._replicas = shards, replicas
-        self._book, self._transports = book, transports
-        trained = [each for each in parameters if each.trained]
-        self.params = tuple(each.name for each in parameters)
-        self._computes = {each.name: each.computes for each in trained}
+        self._shards = shards
+        self._replicas = replicas
+        self._book = book
+        self._transports = transports
+        trained = [parameter for parameter in parameters if parameter.trained]
+        self.params = tuple(parameter.name for parameter in parameters)
+        self._computes = {parameter.name: parameter.computes for parameter in trained}
         # gradients are reduced in the dtype of the masters where a run casts, else in their own
         self._reduced = MASTER if sharing.casts else max(self._computes.values(), default=MASTER)
-        rest = _layout(tuple((each.name, each.shape, each.rests) for each in parameters), shards, SHARDS_ALIGNED)
-        whole = tuple((each.name, each.shape, each.computes) for each in parameters)
-        self._layout = _layout(whole, shards, WHOLE_ALIGNED if shards == 1 else 0)
+        self._gradients: dict[str, Held] = {}  # those that autograd left and nobody has collected, by parameter
+        self._collected: dict[str, Held] = {}
+        self._handed_to_optimizer: list[Held] = []
+
+        at_rest = _layout(tuple((each.name, each.shape, each.rests) for each in parameters), shards, SHARDS_ALIGNED)
+        in_compute = tuple((each.name, each.shape, each.computes) for each in parameters)
+        self._gathered = _layout(in_compute, shards, WHOLE_ALIGNED if shards == 1 else 0)
         self._wire = _layout(tuple((each.name, each.shape, self._reduced) for each in trained), shards, 0)
-        alike = self._layout.slots == rest.slots and self._layout.shard_bytes == rest.shard_bytes
-        self._reads_in_place = alike and not sharing.casts and not sharing.aliased
-        reduced = "sharded_gradients" if sharing.shards else "unsharded_gradients"
-        self._sizes = {
-            GATHERED: (self._layout.whole_bytes, "unsharded_parameters"),
+        same_bytes = self._gathered.slots == at_rest.slots and self._gathered.shard_bytes == at_rest.shard_bytes
+        self._peers_read_shards = same_bytes and not sharing.casts and not sharing.aliased
+        self._sizes = self._sizes_of_buffers()
+        book.change(self._resting_bytes(at_rest), "sharded_parameters")
+
+    def _sizes_of_buffers(self) -> dict[str, tuple[int, str]]:
+        """Bytes and category of what the engine's `Unit` takes and gives back."""
+        reduced = "sharded_gradients" if self.sharing.shards else "unsharded_gradients"
+        sizes = {
+            GATHERED: (self._gathered.whole_bytes, "unsharded_parameters"),
             REDUCED: (self._wire.shard_bytes, reduced),
         }
-        if transports is None:
-            self._sizes[SENT] = self._wire.total_bytes, "communication_buffers"
-        # shards rest in a buffer of their own, or are views of the whole one
-        resting = self._layout.whole_bytes if self.keeps_whole else 0
-        resting += 0 if sharing.aliased or sharing.offloads else rest.shard_bytes
-        book.change(resting, "sharded_parameters")
-        self._arrived: dict[str, Held] = {}  # gradients that autograd left, by parameter
-        self._whole: dict[str, Held] = {}  # those that were collected
-        self._optimizers: list[Held] = []  # those that were kept, which the optimizer reads
+        if self._transports is None:
+            sizes[SENT] = self._wire.total_bytes, "communication_buffers"
+        return sizes
+
+    def _resting_bytes(self, at_rest: Layout) -> int:
+        """Shards rest in a buffer of their own, in host memory, or as views of the whole one."""
+        nbytes = 0
+        if self.keeps_whole:
+            nbytes += self._gathered.whole_bytes
+        if not self.sharing.aliased and not self.sharing.offloads:
+            nbytes += at_rest.shard_bytes
+        return nbytes
 
     @property
     def own_elements(self) -> int:
         """Elements that the first rank's optimizer updates: no rank has more."""
-        spans = ((slot, *slot.span(0)) for slot in self._wire.slots)
-        return sum((stop - start) * slot.row_bytes // slot.itemsize for slot, start, stop in spans)
+        elements = 0
+        for slot in self._wire.slots:
+            start, stop = slot.span(0)
+            elements += (stop - start) * slot.row_bytes // slot.itemsize
+        return elements
 
     @property
     def updated(self) -> int:
@@ -194,58 +217,64 @@ class UnitBuffers(PlannedMemory):
 
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
         """Peers read this rank's part of a collective in a buffer, unless they read a shard in place."""
-        nbytes, transports = self._wire.shard_bytes, self._transports
-        if transports is None:
-            pass
-        elif kind == "reduce_scatter":
+        if self._transports is not None:
+            self._take_staging(kind, self._transports)
+        return Pending(lambda: None)
+
+    def _take_staging(self, kind: str, transports: Transports) -> None:
+        nbytes = self._wire.shard_bytes
+        if kind == "reduce_scatter":
             transports.reductions.take((self._shards - 1) * nbytes)
         elif kind == "all_reduce":
-            part = -(-(nbytes // self._reduced) // self._replicas) * self._reduced
-            transports.exchanges.take(self._replicas * part)
-        elif not self._reads_in_place:
-            transports.gathers.take(self._layout.shard_bytes)
-        return Pending(lambda: None)
+            elements = nbytes // self._reduced
+            elements_of_a_replica = -(-elements // self._replicas)
+            transports.exchanges.take(self._replicas * elements_of_a_replica * self._reduced)
+        elif not self._peers_read_shards:
+            transports.gathers.take(self._gathered.shard_bytes)
 
     # ---- gradients
 
-    def gradient(self, name: str, nbytes: int) -> None:
-        """Autograd leaves a new gradient of a parameter."""
-        self.give_gradient(name, self._book.hold(nbytes, "unsharded_gradients"))
-
-    def give_gradient(self, name: str, arrived: Held) -> None:
+    def give_gradient(self, name: str, gradient: Held) -> None:
         """Autograd leaves the gradient of a parameter; a second one in the same backward is added to it."""
-        self._arrived.setdefault(name, arrived)
+        self._gradients.setdefault(name, gradient)
 
     def collect_gradients(self, keep: bool) -> None:
         """Take the gradients of this backward, adding them to those of earlier ones: kept ones are kept in the dtype
         that is reduced, and a sum of two dtypes casts first.
         """
-        for name in [each for each in self._computes if each in self._arrived]:
-            arrived = self._arrived.pop(name)
-            wide = arrived.nbytes // self._computes[name] * self._reduced
-            cast = keep and wide != arrived.nbytes
-            if name not in self._whole:
-                self._whole[name] = self._book.hold(wide, "unsharded_gradients") if cast else arrived
-            elif cast:
-                self._book.hold(wide, "activations")
-            del arrived
+        for name, itemsize in self._computes.items():
+            if name not in self._gradients:
+                continue
+            gradient = self._gradients.pop(name)
+            reduced_bytes = gradient.nbytes // itemsize * self._reduced
+            casts = keep and reduced_bytes != gradient.nbytes
+            is_first = name not in self._collected
+            if is_first and casts:
+                self._collected[name] = self._book.hold(reduced_bytes, "unsharded_gradients")
+            elif is_first:
+                self._collected[name] = gradient
+            elif casts:
+                self._book.hold(reduced_bytes, "activations")  # the cast, which ends with the sum
+            del gradient  # else its bytes were alive until the next one is taken
 
     def has_gradients(self, or_zeros: bool) -> bool:
-        return bool(self._whole)
+        return bool(self._collected)
 
     def hand_out(self) -> None:
         super().hand_out()
-        self._optimizers += self._whole.values()
-        self._whole = {}
+        self._handed_to_optimizer += self._collected.values()
+        self._collected = {}
 
     def forget_gradients(self) -> None:
-        self._whole = {}
+        self._collected = {}
 
     def step(self) -> None:
         """The optimizer writes to the slices, and its gradients are set to None."""
         if self._handed_out and not self.gives_back_reduced:
             self.give_back(REDUCED)
-        self.written, self._handed_out, self._optimizers = True, False, []
+        self.written = True
+        self._handed_out = False
+        self._handed_to_optimizer = []
 
 
 # kept, since a lab asks again with every number of tokens, on which it does not depend
@@ -293,7 +322,8 @@ Event = Allocate | Free | Gradient | Call
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A recording. `units`: their parameters, the root first; `nbytes`: of the batch; `buffers`: of the model's.
+    """A recording of a forward and a backward. `units`: their parameters, the root first; `nbytes`: of the batch;
+    `buffers`: of the model's.
     `flops` and `moved`: (unit, phase) -> floating-point operations of products, and bytes that other operators read and
     write; those of a second forward are in the backward's.
     """
@@ -308,7 +338,7 @@ class MicroBatch:
 
     def play(self, order: StepOrder, units: Mapping[str, UnitBuffers], book: Book) -> None:
         """Let `order` do what it does around these computations, and `book` count both."""
-        alive: dict[int, Held] = {}
+        alive: dict[int, Held] = {}  # by the number of the storage
         for event in self.events:
             if isinstance(event, Allocate):
                 alive[event.storage] = book.hold(event.nbytes, event.category)
@@ -360,58 +390,64 @@ class StepChoices:
     on_card: bool = False  # whether a GPU's allocator makes what collectives need, instead of shared memory
 
 
-class Computing(Protocol):
-    """A model in units, the root first; bytes of a micro-batch and of the model's buffers; `play` runs a forward and a
-    backward, and calls `order` where the engine's hooks would.
-    """
-
-    @property
-    def units(self) -> Mapping[str, Sequence[Stored]]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def buffers(self) -> int: ...
-    def play(self, order: StepOrder, units: Mapping[str, UnitBuffers], book: Book) -> None: ...
-
-
-def peak_of_step(run: StepChoices, model: Computing) -> Bytes:
+def peak_of_step(run: StepChoices, recording: MicroBatch) -> Bytes:
     """Bytes by category at the peak of the second step, on rank 0, whose shards are largest."""
-    return rest_and_peak(run, model)[1]
+    return rest_and_peak(run, recording)[1]
 
 
-def rest_and_peak(run: StepChoices, model: Computing) -> tuple[Bytes, Bytes]:
+def rest_and_peak(run: StepChoices, recording: MicroBatch) -> tuple[Bytes, Bytes]:
     """Bytes by category between two steps, with the batches of the next, and at the peak."""
-    book, transports = Book(), None if run.on_card else Transports()
-    choices = dict(casts=run.itemsize != MASTER, offloads=run.offloads, streams=run.on_card)
-    sharing = Sharing.of(run.strategy, run.shards, run.replicas, **choices)
-    units = {
-        name: UnitBuffers(name, own, sharing, run.shards, run.replicas, book, transports)
-        for name, own in model.units.items()
-    }
-    order, count = planned_order(units, sharing, Schedule(run.prefetch)), min(run.micro_batches, _ENOUGH)
-    own = sum(unit.own_elements for unit in units.values())
-
-    def step() -> None:
-        for number in range(count):
-            begin_micro_batch(order, sharing, last=number == count - 1)
-            model.play(order, units, book)
-        if run.foreach:
-            book.hold(MASTER * own, "other")
-        packed = book.hold(run.step_buffers, "communication_buffers")
-        book.hold(run.step_scratch, "other")
-        del packed
-        for unit in units.values():
-            unit.step()
+    book = Book()
+    transports = None if run.on_card else Transports()
+    sharing = Sharing.of(
+        run.strategy, run.shards, run.replicas, casts=run.itemsize != MASTER, offloads=run.offloads, streams=run.on_card
+    )
+    units = {}
+    for name, parameters in recording.units.items():
+        units[name] = UnitBuffers(name, parameters, sharing, run.shards, run.replicas, book, transports)
+    order = planned_order(units, sharing, Schedule(run.prefetch))
 
     # the batches of a step are read before it begins
-    book.change(model.nbytes * run.micro_batches + model.buffers, "other")
-    step()
-    # the optimizer has the state of every element that this rank updates, and a count of steps a parameter
-    state = 0 if run.offloads else round(run.state_bytes * own) + 4 * sum(unit.updated for unit in units.values())
-    book.change(state, "optimizer_state")
+    book.change(recording.nbytes * run.micro_batches + recording.buffers, "other")
+    _play_step(run, recording, sharing, order, units, book)
+    book.change(_state_bytes(run, units.values()), "optimizer_state")
     if transports is not None:
         book.change(transports.bytes_of_steps(), "communication_buffers")
     book.begin()
-    rests = dict(book.peak)
-    step()
-    return rests, book.peak
+    at_rest = dict(book.peak)
+    _play_step(run, recording, sharing, order, units, book)
+    return at_rest, book.peak
+
+
+def _play_step(
+    run: StepChoices,
+    recording: MicroBatch,
+    sharing: Sharing,
+    order: StepOrder,
+    units: Mapping[str, UnitBuffers],
+    book: Book,
+) -> None:
+    """Play the micro-batches, then the optimizer's step."""
+    count = min(run.micro_batches, _ENOUGH)
+    for number in range(count):
+        begin_micro_batch(order, sharing, last=number == count - 1)
+        recording.play(order, units, book)
+    if run.foreach:  # a temporary of all that this rank updates, which ends at once
+        book.hold(MASTER * _own_elements(units.values()), "other")
+    packed = book.hold(run.step_buffers, "communication_buffers")
+    book.hold(run.step_scratch, "other")
+    del packed
+    for unit in units.values():
+        unit.step()
+
+
+def _state_bytes(run: StepChoices, units: Collection[UnitBuffers]) -> int:
+    """Bytes of the optimizer's state of every element that this rank updates, and a count of steps a parameter."""
+    if run.offloads:
+        return 0
+    counts_of_steps = 4 * sum(unit.updated for unit in units)
+    return round(run.state_bytes * _own_elements(units)) + counts_of_steps
+
+
+def _own_elements(units: Collection[UnitBuffers]) -> int:
+    return sum(unit.own_elements for unit in units)

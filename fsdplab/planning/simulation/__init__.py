@@ -11,6 +11,15 @@ from .ranks import RankLog, Span
 from .simulated_step import Simulated, simulate, simulate_program, simulate_work
 
 __all__ = [
-    "RankLog", "Simulated", "Span", "StepWork", "Transfer", "UnitWork", "on_links_of", "simulate", "simulate_program",
-    "simulate_work", "work_of",
-]  # fmt: skip
+    "RankLog",
+    "Simulated",
+    "Span",
+    "StepWork",
+    "Transfer",
+    "UnitWork",
+    "on_links_of",
+    "simulate",
+    "simulate_program",
+    "simulate_work",
+    "work_of",
+]

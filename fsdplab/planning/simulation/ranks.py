@@ -49,11 +49,11 @@ class RankClass:
 
 
 def rank_classes(shards: int, replicas: int, paces: Mapping[int, float]) -> list[RankClass]:
-    """The classes of `shards` x `replicas` ranks in the order of their first ranks; `paces` of the slow ones.
+    """Return the classes of `shards` x `replicas` ranks in the order of their first ranks; `paces` of the slow ones.
 
-    >>> [each.count for each in rank_classes(8, 1250, {})]
+    >>> [alike.count for alike in rank_classes(8, 1250, {})]
     [10000]
-    >>> [(each.first, each.count) for each in rank_classes(4, 2, {5: 1.5})]
+    >>> [(alike.first, alike.count) for alike in rank_classes(4, 2, {5: 1.5})]
     [(0, 3), (1, 1), (4, 3), (5, 1)]
     """
     ranks = shards * replicas
@@ -61,20 +61,23 @@ def rank_classes(shards: int, replicas: int, paces: Mapping[int, float]) -> list
         return [RankClass(0, ranks, 1.0, {"shard": (0,), "replicate": (0,)})]
     colours = _numbered([paces.get(rank, 1.0) for rank in range(ranks)])
     while True:
-        rows = [tuple(sorted(set(colours[first : first + shards]))) for first in range(0, ranks, shards)]
-        columns = [tuple(sorted(set(colours[place::shards]))) for place in range(shards)]
+        # the mesh has a shard group in each row, and a replica group in each column
+        rows = [_colours_in(colours[first : first + shards]) for first in range(0, ranks, shards)]
+        columns = [_colours_in(colours[place::shards]) for place in range(shards)]
         finer = _numbered([(colours[rank], rows[rank // shards], columns[rank % shards]) for rank in range(ranks)])
-        if max(finer) == max(colours):
+        if max(finer) == max(colours):  # no group separates ranks of one colour any more
             break
         colours = finer
-    counts = Counter(colours)
-    return [
-        RankClass(
-            first := colours.index(colour), counts[colour], paces.get(first, 1.0),
-            {"shard": rows[first // shards], "replicate": columns[first % shards]},
-        )
-        for colour in sorted(counts)
-    ]  # fmt: skip
+    classes = []
+    for colour, count in sorted(Counter(colours).items()):
+        first = colours.index(colour)
+        groups = {"shard": rows[first // shards], "replicate": columns[first % shards]}
+        classes.append(RankClass(first, count, paces.get(first, 1.0), groups))
+    return classes
+
+
+def _colours_in(group: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(group)))
 
 
 def _numbered(keys: list[Hashable]) -> list[int]:
@@ -153,17 +156,22 @@ class Link:
         self._plan()
 
     def _advance(self) -> None:
-        passed = (self._clock.now - self._since) / len(self._left) if self._left else 0.0
-        self._left = {each: left - passed for each, left in self._left.items()}
+        """Take from each collective on the link what has passed of it since the last event."""
+        if self._left:
+            passed = (self._clock.now - self._since) / len(self._left)
+            for collective in self._left:
+                self._left[collective] -= passed
         self._since = self._clock.now
 
     def _plan(self) -> None:
         """Set the event of the next end; one set earlier is void, because the sharing has changed."""
         self._version += 1
-        if self._left:
-            next_end = min(self._left, key=lambda each: self._left[each])
-            version, wait = self._version, max(0.0, self._left[next_end]) * len(self._left)
-            self._clock.at(self._clock.now + wait, lambda: self._end(next_end, version))
+        if not self._left:
+            return
+        version = self._version
+        next_end = min(self._left, key=self._left.__getitem__)
+        wait = max(0.0, self._left[next_end]) * len(self._left)
+        self._clock.at(self._clock.now + wait, lambda: self._end(next_end, version))
 
     def _end(self, collective: Collective, version: int) -> None:
         if version != self._version:
@@ -189,15 +197,16 @@ class Communicator:
         self._issues[member] += 1
         if place == len(self._queue):
             self._queue.append(Collective(unit, phase, transfer))
-        found = self._queue[place]
-        assert (found.unit, found.phase) == (unit, phase), (found, unit, phase)
-        found.issued[member] = self._clock.now
+        collective = self._queue[place]
+        assert (collective.unit, collective.phase) == (unit, phase), (collective, unit, phase)
+        collective.issued[member] = self._clock.now
         if place == self._first:
-            found.started[member] = self._clock.now
-            self._try(found)
-        return found
+            collective.started[member] = self._clock.now
+            self._try(collective)
+        return collective
 
     def _try(self, collective: Collective) -> None:
+        """Begin it, if all have issued it: its latency passes, then its bytes are on the link."""
         if len(collective.issued) == len(self._members):
             collective.begun = self._clock.now
             after = self._clock.now + collective.transfer.latency_s
@@ -221,7 +230,7 @@ class Network:
         self._made: dict[tuple[str, tuple[int, ...], int], Communicator] = {}
 
     def communicator(self, transfer: Transfer, group: tuple[int, ...]) -> Communicator:
-        """The queue of a kind of collective along an axis, for the group of these classes.
+        """Return the queue of a kind of collective along an axis, for the group of these classes.
 
         Axes that pass one link share it where their groups have the same classes.
         """
@@ -294,40 +303,42 @@ class Rank:
 
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
         issued: dict[int, Collective] = {}
-        behind = {each.number: each.after for each in operations if isinstance(each, Issue) and each.after is not None}
+        behind: dict[int, int] = {}  # the number of a collective -> of that after which it begins
+        for operation in operations:
+            if isinstance(operation, Issue) and operation.after is not None:
+                behind[operation.number] = operation.after
         last = -1  # the collective that was issued last, if nothing was computed since
         self.log.passed = []
-        for each in operations:
-            if isinstance(each, Issue):
-                last = each.number
-                self._begin(each, issued)
-            elif isinstance(each, Wait):
-                if each.number not in issued:  # it begins behind another one, which is under way
-                    yield from self._wait(issued[behind[each.number]])
-                issued[each.number].on_demand |= (
-                    each.number == last and issued[each.number].transfer.kind == "all_gather"
-                )
-                yield from self._wait(issued[each.number])
-            elif isinstance(each, Compute):
+        for operation in operations:
+            if isinstance(operation, Issue):
+                last = operation.number
+                self._begin(operation, issued)
+            elif isinstance(operation, Wait):
+                number = operation.number
+                if number not in issued:  # it begins behind another one, which is under way
+                    yield from self._wait(issued[behind[number]])
+                if number == last and issued[number].transfer.kind == "all_gather":
+                    issued[number].on_demand = True
+                yield from self._wait(issued[number])
+            elif isinstance(operation, Compute):
                 last = -1
-                if each.phase in ("forward", "backward"):
-                    yield from self._run(self._units[each.unit], each.phase)
-            elif isinstance(each, Move):
-                self.log.life.append((each.unit, each.after, each.phase, self._clock.now))
+                if operation.phase in ("forward", "backward"):
+                    yield from self._run(self._units[operation.unit], operation.phase)
+            elif isinstance(operation, Move):
+                self.log.life.append((operation.unit, operation.after, operation.phase, self._clock.now))
             self.log.passed.append(self._clock.now)
 
-    def _begin(self, each: Issue, issued: dict[int, Collective]) -> None:
+    def _begin(self, issue: Issue, issued: dict[int, Collective]) -> None:
         """Issue it now, or when that has ended after which it begins."""
 
         def begin() -> None:
-            unit = self._units[each.unit]
-            issued[each.number] = self._issue(unit, each.phase, unit.sent[each.kind])
+            unit = self._units[issue.unit]
+            issued[issue.number] = self._issue(unit, issue.phase, unit.sent[issue.kind])
 
-        before = None if each.after is None else issued[each.after]
-        if before is None or before.ended is not None:
+        if issue.after is None or issued[issue.after].ended is not None:
             begin()
         else:
-            before.when_ended(begin)
+            issued[issue.after].when_ended(begin)
 
     def _run(self, unit: UnitWork, phase: str) -> Pauses:
         """Compute in equal parts, each behind one of the collectives that stand in its way."""
@@ -339,9 +350,10 @@ class Rank:
             yield from self._compute(unit.name, phase, seconds)
 
     def _compute(self, unit: str, phase: str, seconds: float, kind: str = "") -> Pauses:
-        start, taken = self._clock.now, seconds * self.log.rank.pace
-        if taken:
-            yield float(taken)
+        start = self._clock.now
+        taken_s = seconds * self.log.rank.pace
+        if taken_s:
+            yield float(taken_s)
             self.log.computed.append(Span(unit, phase, kind, start, self._clock.now))
 
     def _wait(self, collective: Collective) -> Pauses:
@@ -355,6 +367,6 @@ class Rank:
         """Tensor- and context-parallel groups run at the pace of their slowest rank, so they wait for nobody."""
         group = self.log.rank.groups.get(transfer.axis, (self._index,))
         communicator = self._network.communicator(transfer, group)
-        issued = communicator.issue(self._index, unit.name, phase, transfer)
-        self.log.collectives.append(issued)
-        return issued
+        collective = communicator.issue(self._index, unit.name, phase, transfer)
+        self.log.collectives.append(collective)
+        return collective

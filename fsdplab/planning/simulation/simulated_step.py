@@ -51,7 +51,7 @@ _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide b
 
 
 def nanoseconds(seconds: float) -> int:
-    """Whole nanoseconds: `nanoseconds(0.0015) == 1_500_000`."""
+    """Convert to whole nanoseconds: `nanoseconds(0.0015) == 1_500_000`."""
     return round(seconds * 1e9)
 
 
@@ -92,54 +92,69 @@ class Account:
 
 
 def account(log: RankLog, index: int) -> Account:
-    """The account of a rank's log; `index` is its class's. The parts' sum is the step's length, which is asserted."""
-    passages = [_passage(each, index) for each in log.collectives]
-    found = Account(nanoseconds(log.end), passages)
+    """Account for a rank's log; `index` is its class's. The parts' sum is the step's length, which is asserted."""
+    passages = [_passage(collective, index) for collective in log.collectives]
+    parts = Account(nanoseconds(log.end), passages)
     computed = [(nanoseconds(span.start), nanoseconds(span.end)) for span in log.computed]
-    edges = {0, found.step_ns}.union(*computed, *((each.start, each.begin, each.end) for each in passages))
-    travelling = sorted(passages, key=lambda each: each.start)
+    edges = {0, parts.step_ns}.union(*computed)
+    for passage in passages:
+        edges.update((passage.start, passage.begin, passage.end))
+    travelling = sorted(passages, key=lambda passage: passage.start)
     active: list[Passage] = []
-    busy_at = at = 0
+    begun = computing = 0  # places in `travelling` and `computed`
     ordered = sorted(edges)
-    for low, high in zip(ordered, ordered[1:]):
-        while at < len(travelling) and travelling[at].start <= low:
-            active.append(travelling[at])
-            at += 1
-        active = [each for each in active if each.end > low]
-        while busy_at < len(computed) and computed[busy_at][1] <= low:
-            busy_at += 1
-        busy = busy_at < len(computed) and computed[busy_at][0] <= low
-        _add(found, low, high, busy, min(active, key=lambda each: each.end, default=None))
-    parts = found.compute_only_ns + found.overlapped_ns + found.exposed_ns + found.other_ns
-    assert parts == found.step_ns, f"the parts of a simulated step sum to {parts} ns, and the step is {found.step_ns}"
-    return found
+    for low, high in zip(ordered, ordered[1:]):  # in between nothing begins and nothing ends
+        while begun < len(travelling) and travelling[begun].start <= low:
+            active.append(travelling[begun])
+            begun += 1
+        active = [passage for passage in active if passage.end > low]
+        while computing < len(computed) and computed[computing][1] <= low:
+            computing += 1
+        busy = computing < len(computed) and computed[computing][0] <= low
+        first_to_end = min(active, key=lambda passage: passage.end, default=None)
+        _add(parts, low, high, busy, first_to_end)
+    total = parts.compute_only_ns + parts.overlapped_ns + parts.exposed_ns + parts.other_ns
+    assert total == parts.step_ns, f"the parts of a simulated step sum to {total} ns, and the step is {parts.step_ns}"
+    return parts
 
 
-def _passage(each: Collective, index: int) -> Passage:
-    assert each.begun is not None and each.ended is not None, f"{each.unit}'s {each.transfer.kind} never ended"
-    times = (each.issued[index], each.started[index], each.begun, each.ended)
-    return Passage(each, *map(nanoseconds, times))
+def _passage(collective: Collective, index: int) -> Passage:
+    begun, ended = collective.begun, collective.ended
+    assert begun is not None and ended is not None, f"{collective.unit}'s {collective.transfer.kind} never ended"
+    return Passage(
+        collective,
+        issue=nanoseconds(collective.issued[index]),
+        start=nanoseconds(collective.started[index]),
+        begin=nanoseconds(begun),
+        end=nanoseconds(ended),
+    )
 
 
-def _add(found: Account, low: int, high: int, busy: bool, owner: Passage | None) -> None:
-    """An interval in which nothing begins and nothing ends."""
+def _add(parts: Account, low: int, high: int, busy: bool, owner: Passage | None) -> None:
+    """Add an interval in which nothing begins and nothing ends; `owner` is the collective that it belongs to."""
     length = high - low
-    if busy:
-        found.overlapped_ns += length if owner else 0
-        found.compute_only_ns += 0 if owner else length
+    if busy and owner:
+        parts.overlapped_ns += length
+    elif busy:
+        parts.compute_only_ns += length
     elif owner is None:
-        found.other_ns += length
+        parts.other_ns += length
     else:
-        found.exposed_ns += length
-        owner.waiting_ns += length if high <= owner.begin else 0
-        owner.on_link_ns += 0 if high <= owner.begin else length
-        if found.exposed and found.exposed[-1][1] == low and found.exposed[-1][2] is owner:
-            low = found.exposed.pop()[0]
-        found.exposed.append((low, high, owner))
+        parts.exposed_ns += length
+        if high <= owner.begin:
+            owner.waiting_ns += length
+        else:
+            owner.on_link_ns += length
+        if parts.exposed:
+            earlier_low, earlier_high, earlier_owner = parts.exposed[-1]
+            if earlier_high == low and earlier_owner is owner:  # it goes on
+                parts.exposed.pop()
+                low = earlier_low
+        parts.exposed.append((low, high, owner))
 
 
 def cause_of(passage: Passage, computed: Sequence[Span]) -> str:
-    """Why its exposed time was not hidden: one of the record's causes, in the order of `account.py`."""
+    """Say why its exposed time was not hidden: one of the record's causes, in the order of `account.py`."""
     exposed = passage.exposed_ns
     if not exposed:
         return "hidden"
@@ -147,91 +162,113 @@ def cause_of(passage: Passage, computed: Sequence[Span]) -> str:
         return "link_busy"
     if 2 * passage.waiting_ns >= exposed:
         return "waiting_for_peer"
-    before = sum(
-        nanoseconds(span.end) - nanoseconds(span.start) for span in computed if nanoseconds(span.end) <= passage.issue
-    )
-    late = passage.collective.on_demand and before > _ENOUGH * exposed
-    return "late_start" if late else "nothing_to_hide_behind"
+    before = 0  # nanoseconds of compute that it could have run beside, had it been issued earlier
+    for span in computed:
+        if nanoseconds(span.end) <= passage.issue:
+            before += nanoseconds(span.end) - nanoseconds(span.start)
+    if passage.collective.on_demand and before > _ENOUGH * exposed:
+        return "late_start"
+    return "nothing_to_hide_behind"
 
 
 # ---- tables
 
 
 def tables_of(logs: list[RankLog], inner: int, dtypes: dict[str, str]) -> dict[str, list[Row]]:
-    """The tables of all classes' logs; `inner` GPUs share one log's rank (tensor parallelism); the dtype of each kind
-    of collective.
+    """Make the tables of all classes' logs; `inner` GPUs share one log's rank (tensor parallelism); the dtype of each
+    kind of collective.
     """
     tables: dict[str, list[Row]] = {name: [] for name in ("ledger", "timeline", "breakdown", "exposed", "life", "idle")}
     for index, log in enumerate(logs):
-        found, key = account(log, index), {"rank": log.rank.first * inner, "step": STEP}
-        tables["ledger"] += [{**key, **row} for row in _ledger(found, dtypes)]
-        tables["timeline"] += [{**key, **row, "emulated": False} for row in _timeline(log, found)]
-        tables["breakdown"].append({**key, **_breakdown(found)})
-        tables["exposed"] += [{**key, **row} for row in _exposed(log, found)]
-        tables["life"] += [
-            {**key, "unit": unit, "state": state, "phase": phase, "time_ns": nanoseconds(time)}
-            for unit, state, phase, time in log.life
-        ]
-        tables["idle"].append({**key, **dict.fromkeys(IDLE_PARTS, 0), "rest_ns": found.other_ns})
+        parts = account(log, index)
+        key = {"rank": log.rank.first * inner, "step": STEP}
+        tables["ledger"] += [{**key, **row} for row in _ledger(parts, dtypes)]
+        tables["timeline"] += [{**key, **row, "emulated": False} for row in _timeline(log, parts)]
+        tables["breakdown"].append({**key, **_breakdown(parts)})
+        tables["exposed"] += [{**key, **row} for row in _exposed(log, parts)]
+        for unit, state, phase, time in log.life:
+            moved = {"unit": unit, "state": state, "phase": phase, "time_ns": nanoseconds(time)}
+            tables["life"].append({**key, **moved})
+        tables["idle"].append({**key, **dict.fromkeys(IDLE_PARTS, 0), "rest_ns": parts.other_ns})
     return tables
 
 
-def _ledger(found: Account, dtypes: dict[str, str]) -> list[Row]:
+def _ledger(parts: Account, dtypes: dict[str, str]) -> list[Row]:
     """`logical_bytes` are those sent, too: the simulation knows what travels, not what it is cut from."""
     rows = []
-    for each in found.passages:
-        unit, phase, kind = each.where
-        sent = round(each.collective.transfer.wire_bytes)
+    for passage in parts.passages:
+        unit, phase, kind = passage.where
+        sent = round(passage.collective.transfer.wire_bytes)
         rows.append(
             {
-                "unit": unit, "phase": phase, "kind": kind, "logical_bytes": sent, "wire_bytes": sent,
-                "padding_bytes": 0, "dtype": dtypes.get(kind, ""), "start_ns": each.start, "end_ns": each.end,
-                "emulated": False, "waited_ns": each.exposed_ns,
+                "unit": unit,
+                "phase": phase,
+                "kind": kind,
+                "logical_bytes": sent,
+                "wire_bytes": sent,
+                "padding_bytes": 0,
+                "dtype": dtypes.get(kind, ""),
+                "start_ns": passage.start,
+                "end_ns": passage.end,
+                "emulated": False,
+                "waited_ns": passage.exposed_ns,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
 _OF_A_LANE = ("lane", "unit", "phase", "name", "start_ns", "end_ns")
 
 
-def _timeline(log: RankLog, found: Account) -> list[Row]:
-    rows: list[tuple[Any, ...]] = [("step", "", "", f"step {STEP}", 0, found.step_ns)]
-    for spans, lane in ((log.computed, "compute"), (log.waited, "waiting")):
+def _timeline(log: RankLog, parts: Account) -> list[Row]:
+    rows: list[tuple[Any, ...]] = [("step", "", "", f"step {STEP}", 0, parts.step_ns)]
+    for lane, spans in (("compute", log.computed), ("waiting", log.waited)):
         for span in spans:
             name = span.kind or f"{span.unit} {span.phase}".strip()
             rows.append((lane, span.unit, span.phase, name, nanoseconds(span.start), nanoseconds(span.end)))
-    for each in found.passages:
-        lane = each.where[2] if each.where[2] in LANES else "other_communication"
-        rows.append((lane, *each.where, each.start, each.end))
-    rows += [("exposed", *owner.where, start, end) for start, end, owner in found.exposed]
+    for passage in parts.passages:
+        unit, phase, kind = passage.where
+        lane = kind if kind in LANES else "other_communication"
+        rows.append((lane, unit, phase, kind, passage.start, passage.end))
+    for start, end, owner in parts.exposed:
+        rows.append(("exposed", *owner.where, start, end))
     return [dict(zip(_OF_A_LANE, row)) for row in rows]
 
 
-def _breakdown(found: Account) -> Row:
+def _breakdown(parts: Account) -> Row:
     return {
-        "step_ns": found.step_ns, "compute_ns": found.compute_only_ns + found.overlapped_ns,
-        "compute_only_ns": found.compute_only_ns, "overlapped_ns": found.overlapped_ns,
-        "exposed_ns": found.exposed_ns, "other_ns": found.other_ns,
-        "on_link_ns": sum(each.on_link_ns for each in found.passages), "copying_ns": 0, "no_core_ns": 0,
-        "waiting_ns": sum(each.waiting_ns for each in found.passages),
-    }  # fmt: skip
+        "step_ns": parts.step_ns,
+        "compute_ns": parts.compute_only_ns + parts.overlapped_ns,
+        "compute_only_ns": parts.compute_only_ns,
+        "overlapped_ns": parts.overlapped_ns,
+        "exposed_ns": parts.exposed_ns,
+        "other_ns": parts.other_ns,
+        "on_link_ns": sum(passage.on_link_ns for passage in parts.passages),
+        "copying_ns": 0,
+        "no_core_ns": 0,
+        "waiting_ns": sum(passage.waiting_ns for passage in parts.passages),
+    }
 
 
-def _exposed(log: RankLog, found: Account) -> list[Row]:
+def _exposed(log: RankLog, parts: Account) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
     rows = []
-    for (unit, phase, kind), members in grouped(found.passages, lambda each: each.where).items():
-        worst = max(members, key=lambda each: each.exposed_ns)
+    for (unit, phase, kind), passages in grouped(parts.passages, lambda passage: passage.where).items():
+        worst = max(passages, key=lambda passage: passage.exposed_ns)
         rows.append(
             {
-                "unit": unit, "phase": phase, "kind": kind,
-                "communication_ns": sum(each.end - each.start for each in members),
-                "exposed_ns": sum(each.exposed_ns for each in members), "cause": cause_of(worst, log.computed),
-                "on_link_ns": sum(each.on_link_ns for each in members), "copying_ns": 0, "no_core_ns": 0,
-                "waiting_ns": sum(each.waiting_ns for each in members),
+                "unit": unit,
+                "phase": phase,
+                "kind": kind,
+                "communication_ns": sum(passage.end - passage.start for passage in passages),
+                "exposed_ns": sum(passage.exposed_ns for passage in passages),
+                "cause": cause_of(worst, log.computed),
+                "on_link_ns": sum(passage.on_link_ns for passage in passages),
+                "copying_ns": 0,
+                "no_core_ns": 0,
+                "waiting_ns": sum(passage.waiting_ns for passage in passages),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -257,9 +294,12 @@ class Simulated:
 
 
 def simulate_work(
-    work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None,
+    work: StepWork,
+    *,
+    communicators: int = 1,
+    paces: Mapping[int, float] | None = None,
     schedule: Callable[[int], Schedule] = Schedule,
-) -> Simulated:  # fmt: skip
+) -> Simulated:
     """Simulate a step of units whose costs are given; `paces` are those of slow ranks, over `shards` x `replicas`.
 
     `schedule` makes a rank's rule of what to gather ahead, from the prefetch depth.
@@ -276,7 +316,7 @@ def simulate_program(
     clock = Clock()
     network = Network(clock, communicators)
     classes = rank_classes(work.shards, work.replicas, paces or {})
-    ranks = [Rank(index, each, work, program, clock, network) for index, each in enumerate(classes)]
+    ranks = [Rank(index, alike, work, program, clock, network) for index, alike in enumerate(classes)]
     for rank in ranks:
         clock.at(0.0, rank.go_on)
     clock.run()
@@ -287,11 +327,18 @@ def simulate_program(
 
 
 def simulate(
-    spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
-    trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
-    schedule: Callable[[int], Schedule] = Schedule, streams: bool = True,
-) -> RunRecord:  # fmt: skip
-    """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
+    spec: PlanSpec,
+    *,
+    communicators: int = 1,
+    in_flight: int = 1,
+    paces: Mapping[int, float] | None = None,
+    trees: bool = False,
+    efficiency: float | None = None,
+    folder: str | Path | None = None,
+    schedule: Callable[[int], Schedule] = Schedule,
+    streams: bool = True,
+) -> RunRecord:
+    """Make a record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 
     `communicators`: 2 lets reductions and gathers share the link at once; `in_flight`: reductions under way, as
     `set_reduce_scatter_max_input_buffers` sets; `paces`: GPU -> by how much its compute takes longer (1.5). The ranks
@@ -307,29 +354,27 @@ def simulate(
     """
     _check(spec, communicators, in_flight, paces or {})
     work = work_of(spec, efficiency, in_flight).shared(streams=streams)
-    work = with_trees(work) if trees else work
+    if trees:
+        work = with_trees(work)
     group_paces = _group_paces(spec, paces or {})
-    found = simulate_work(work, communicators=communicators, paces=group_paces, schedule=schedule)
-    dtypes = {"all_gather": spec.param_dtype, "ring": spec.param_dtype}
-    reduced = dict.fromkeys(("reduce_scatter", "all_reduce"), spec.reduce_dtype)
-    names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}
-    tables = tables_of(list(found.logs), spec.tensor_parallel, names)
-    step = {"step": STEP, "loss": None, "tokens": spec.tokens * spec.grad_accum, "loading_s": None}
-    tables["steps"] = [
-        {"rank": log.rank.first * spec.tensor_parallel, "step_time_s": log.end, **step} for log in found.logs
-    ]
-    memory = memory_of_program(found.program, spec)
-    tables["memory"] = [
-        {"rank": log.rank.first * spec.tensor_parallel, "step": STEP, **row}
-        for log in found.logs
-        for row in _memory_rows(memory, log)
-    ]
+    simulated = simulate_work(work, communicators=communicators, paces=group_paces, schedule=schedule)
+    gathered, reduced = _DTYPES[spec.param_dtype], _DTYPES[spec.reduce_dtype]
+    dtypes = {"all_gather": gathered, "ring": gathered, "reduce_scatter": reduced, "all_reduce": reduced}
+    tables = tables_of(list(simulated.logs), spec.tensor_parallel, dtypes)
+    memory = memory_of_program(simulated.program, spec)
+    tables["steps"], tables["memory"] = [], []
+    tokens = spec.tokens * spec.grad_accum
+    for log in simulated.logs:
+        rank = log.rank.first * spec.tensor_parallel
+        step = {"step": STEP, "loss": None, "tokens": tokens, "loading_s": None}
+        tables["steps"].append({"rank": rank, "step_time_s": log.end, **step})
+        tables["memory"] += [{"rank": rank, "step": STEP, **row} for row in _memory_rows(memory, log)]
     quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
     return RunRecord(
         Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
         spec=_spec_of(spec, communicators=communicators, in_flight=in_flight, trees=trees),
         environment={"device": "cuda", "device_name": spec.gpu.name},
-        summary=_summary(spec, found, tables, memory),
+        summary=_summary(spec, simulated, tables, memory),
         provenance=dict.fromkeys(quantities, "simulated"),
         tables=tables,
     )
@@ -359,16 +404,27 @@ def _group_paces(spec: PlanSpec, paces: Mapping[int, float]) -> dict[int, float]
     slowest: dict[int, float] = {}
     members = spec.tensor_parallel * spec.context_parallel
     for group in {rank // members for rank in paces}:
-        pace = max(paces.get(rank, 1.0) for rank in range(group * members, (group + 1) * members))
+        ranks = range(group * members, (group + 1) * members)
+        pace = max(paces.get(rank, 1.0) for rank in ranks)
         first = group * spec.context_parallel
         slowest |= dict.fromkeys(range(first, first + spec.context_parallel), float(pace))
     return slowest
 
 
 _CHOICES = (
-    "strategy", "gpus", "micro_batch", "seq", "grad_accum", "param_dtype", "checkpointing", "prefetch", "optimizer",
-    "shard_size", "tensor_parallel", "context_parallel",
-)  # fmt: skip
+    "strategy",
+    "gpus",
+    "micro_batch",
+    "seq",
+    "grad_accum",
+    "param_dtype",
+    "checkpointing",
+    "prefetch",
+    "optimizer",
+    "shard_size",
+    "tensor_parallel",
+    "context_parallel",
+)
 
 
 def _spec_of(spec: PlanSpec, **choices: object) -> dict[str, Any]:
@@ -382,42 +438,55 @@ def _memory_rows(memory: Memory, log: RankLog) -> list[Row]:
     the first of the largest is the peak.
     """
     resting, *passing, stepping = memory.moments
-    timed = [(0.0, resting), *((log.passed[each.place], each) for each in passing), (log.end, stepping)]
-    timed.append((log.end, resting))
-    return [
-        {
-            "time_ns": nanoseconds(time),
-            **{name: round(each.by_category[name]) for name in CATEGORIES},
-            "is_peak": each is memory.peak,
-        }
-        for time, each in (timed[place] for place in downsample([each.total for _, each in timed]))
-    ]
+    timed = [(0.0, resting)]
+    timed += [(log.passed[moment.place], moment) for moment in passing]
+    timed += [(log.end, stepping), (log.end, resting)]
+    rows = []
+    for place in downsample([moment.total for _, moment in timed]):
+        time, moment = timed[place]
+        by_category = {name: round(moment.by_category[name]) for name in CATEGORIES}
+        rows.append({"time_ns": nanoseconds(time), **by_category, "is_peak": moment is memory.peak})
+    return rows
 
 
-def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], memory: Memory) -> Summary:
+def _summary(spec: PlanSpec, simulated: Simulated, tables: Mapping[str, list[Row]], memory: Memory) -> Summary:
+    inner = spec.tensor_parallel
+    ranks = {log.rank.first * inner: log for log in simulated.logs}
+    # of the class that waits longest for communication
     worst = max(tables["breakdown"], key=lambda row: (row["exposed_ns"], -row["rank"]))
-    communication = worst["overlapped_ns"] + worst["exposed_ns"]
-    peak, sent, inner = memory.peak, sum(bytes_by_axis(plan_traffic(spec)).values()), spec.tensor_parallel
-    log = next(log for log in found.logs if log.rank.first * inner == worst["rank"])
-    stepping_s, exchange_s = (
-        sum(span.end - span.start for span in spans if span.phase == OPTIMIZER) for spans in (log.computed, log.waited)
-    )
+    log = ranks[worst["rank"]]
+    stepping_s = sum(span.end - span.start for span in log.computed if span.phase == OPTIMIZER)
+    exchange_s = sum(span.end - span.start for span in log.waited if span.phase == OPTIMIZER)
+    sent = sum(bytes_by_axis(plan_traffic(spec)).values())
+    peak = memory.peak
     return Summary(
-        step_time_s=Spread.of([found.step_s]),
-        tokens_per_s=spec.step_tokens / found.step_s,
-        memory_start_ns={log.rank.first * inner: 0 for log in found.logs},
+        step_time_s=Spread.of([simulated.step_s]),
+        tokens_per_s=spec.step_tokens / simulated.step_s,
+        memory_start_ns=dict.fromkeys(ranks, 0),
         peak_memory_bytes=Peak(round(peak.total), {name: round(part) for name, part in peak.by_category.items()}),
-        comm=Comm(
-            bytes_per_step=sent,
-            collectives_per_step=sum(row["rank"] == worst["rank"] for row in tables["ledger"]),
-            **{f"{name}_s": worst[f"{name}_ns"] / 1e9 for name in ("exposed", "on_link", "copying", "waiting")},
-            overlap=worst["overlapped_ns"] / communication if communication else None,
-        ),
+        comm=_communication(worst, sent, sum(row["rank"] == worst["rank"] for row in tables["ledger"])),
         formula_bytes_per_step=sent,
         profile=Profile(steps=1, source="simulation", optimizer_s=exchange_s + stepping_s, exchange_s=exchange_s),
         simulated=SimulatedRanks(
-            {log.rank.first * inner: log.rank.count * inner for log in found.logs}, found.operations
+            {rank: alike.rank.count * inner for rank, alike in ranks.items()}, simulated.operations
         ),
+    )
+
+
+def _communication(breakdown: Row, sent: int, collectives: int) -> Comm:
+    """What one rank sends in a step, and what of its seconds is exposed."""
+    overlap = None
+    communication_ns = breakdown["overlapped_ns"] + breakdown["exposed_ns"]
+    if communication_ns:
+        overlap = breakdown["overlapped_ns"] / communication_ns
+    return Comm(
+        bytes_per_step=sent,
+        collectives_per_step=collectives,
+        exposed_s=breakdown["exposed_ns"] / 1e9,
+        on_link_s=breakdown["on_link_ns"] / 1e9,
+        copying_s=breakdown["copying_ns"] / 1e9,
+        waiting_s=breakdown["waiting_ns"] / 1e9,
+        overlap=overlap,
     )
 
 
@@ -425,13 +494,17 @@ def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], 
 
 
 def with_trees(work: StepWork) -> StepWork:
-    """The same step, each all-reduce by a ring or by trees, whichever is faster."""
+    """Return the same step, each all-reduce by a ring or by trees, whichever is faster."""
     ranks = {"shard": work.shards, "replicate": work.replicas}
-    return work.on_links(lambda each: faster_all_reduce(each, ranks[each.axis]) if each.kind == "all_reduce" else each)
+
+    def faster(transfer: Transfer) -> Transfer:
+        return faster_all_reduce(transfer, ranks[transfer.axis]) if transfer.kind == "all_reduce" else transfer
+
+    return work.on_links(faster)
 
 
 def faster_all_reduce(ring: Transfer, ranks: int) -> Transfer:
-    """The ring's transfer, or that of trees; `wire_bytes`, which a rank sends on average, are the same.
+    """Return the ring's transfer, or that of trees; `wire_bytes`, which a rank sends on average, are the same.
 
     1,024 ranks, 10 us a step: 20 ms of latency in a ring, 0.2 ms in a tree.
 
@@ -442,5 +515,7 @@ def faster_all_reduce(ring: Transfer, ranks: int) -> Transfer:
     if ranks < 2:
         return ring
     step_s = ring.latency_s / ring_steps("all_reduce", ranks)
-    tree = replace(ring, latency_s=2 * ceil(log2(ranks)) * step_s, bytes_per_s=ring.bytes_per_s * (ranks - 1) / ranks)
-    return min(ring, tree, key=lambda each: each.seconds)
+    up_and_down_s = 2 * ceil(log2(ranks)) * step_s
+    # the busiest rank sends 2 S, where a ring's sends 2 S (n - 1)/n
+    tree = replace(ring, latency_s=up_and_down_s, bytes_per_s=ring.bytes_per_s * (ranks - 1) / ranks)
+    return min(ring, tree, key=lambda transfer: transfer.seconds)

@@ -26,16 +26,15 @@ def spread_slowed(log: RankLog) -> RankLog:
     if not slowed:
         return log
     (behind,) = slowed
-    passes = [span for span in log.computed if span.end <= behind.start]
-    computing = joined((span.start, span.end) for span in passes)
-    sending = joined((each.begun or 0.0, each.ended or 0.0) for each in log.collectives)
+    computing = joined((span.start, span.end) for span in log.computed if span.end <= behind.start)
+    sending = joined((collective.begun or 0.0, collective.ended or 0.0) for collective in log.collectives)
     beside = both(computing, sending) or computing
     moved = _longer_by(behind, beside)
     return replace(
         log,
         computed=[_span(span, moved) for span in log.computed if span is not behind],
         waited=[_span(span, moved) for span in log.waited],
-        collectives=[_collective(each, moved, computing) for each in log.collectives],
+        collectives=[_collective(collective, moved, computing) for collective in log.collectives],
         life=[(unit, state, phase, moved(time)) for unit, state, phase, time in log.life],
         passed=[moved(time) for time in log.passed],
     )
@@ -44,16 +43,18 @@ def spread_slowed(log: RankLog) -> RankLog:
 def _longer_by(behind: Span, beside: Sequence[Interval]) -> Callable[[float], float]:
     """The new time of an old one: later by the part of the slowed compute that has gone on by then."""
     starts = [start for start, _ in beside]
-    before = [0.0, *accumulate(end - start for start, end in beside)]
+    before = [0.0, *accumulate(end - start for start, end in beside)]  # seconds of the intervals before each
     factor = (behind.end - behind.start) / before[-1]
 
     def moved(time: float) -> float:
         if time >= behind.end:
             return time  # it came behind the slowed compute already
-        place = bisect_right(starts, time)
-        gone = before[place]
-        if place and time < beside[place - 1][1]:
-            gone -= beside[place - 1][1] - time
+        begun = bisect_right(starts, time)
+        gone = before[begun]
+        if begun:
+            end = beside[begun - 1][1]
+            if time < end:  # the last one goes on
+                gone -= end - time
         return time + factor * gone
 
     return moved
@@ -63,16 +64,24 @@ def _span(span: Span, moved: Callable[[float], float]) -> Span:
     return replace(span, start=moved(span.start), end=moved(span.end))
 
 
-def _collective(each: Collective, moved: Callable[[float], float], computing: Sequence[Interval]) -> Collective:
+def _collective(collective: Collective, moved: Callable[[float], float], computing: Sequence[Interval]) -> Collective:
     """A collective at its new times, no longer than before where compute leaves it room to begin later."""
-    assert each.begun is not None and each.ended is not None, "a step that is over has no collective under way"
-    ended = moved(each.ended)
-    computes_until = next((end for start, end in computing if start <= each.begun < end), each.begun)
-    begun = max(moved(each.begun), min(ended - (each.ended - each.begun), moved(computes_until)))
-    issued = {rank: moved(time) for rank, time in each.issued.items()}
-    # its turn comes when it begins, unless it waited for a peer
-    started = {rank: begun if time == each.begun else moved(time) for rank, time in each.started.items()}
-    return replace(each, issued=issued, started=started, begun=begun, ended=ended)
+    old_begun, old_ended = collective.begun, collective.ended
+    assert old_begun is not None and old_ended is not None, "a step that is over has no collective under way"
+    computes_until = old_begun
+    for start, end in computing:
+        if start <= old_begun < end:
+            computes_until = end
+            break
+    ended = moved(old_ended)
+    as_long_as_before = ended - (old_ended - old_begun)
+    begun = max(moved(old_begun), min(as_long_as_before, moved(computes_until)))
+    started = {}
+    for rank, time in collective.started.items():
+        # its turn comes when it begins, unless it waited for a peer
+        started[rank] = begun if time == old_begun else moved(time)
+    issued = {rank: moved(time) for rank, time in collective.issued.items()}
+    return replace(collective, issued=issued, started=started, begun=begun, ended=ended)
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
@@ -81,13 +90,13 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     >>> joined([(2.0, 3.0), (0.0, 1.0), (2.5, 4.0), (1.0, 1.0)])
     [(0.0, 1.0), (2.0, 4.0)]
     """
-    found: list[Interval] = []
+    union: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         elif end > start:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def both(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
@@ -96,14 +105,15 @@ def both(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     >>> both([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0)])
     [(1.0, 2.0), (3.0, 4.0)]
     """
-    found: list[Interval] = []
+    common: list[Interval] = []
     at = there = 0
     while at < len(one) and there < len(other):
-        start, end = max(one[at][0], other[there][0]), min(one[at][1], other[there][1])
+        (one_start, one_end), (other_start, other_end) = one[at], other[there]
+        start, end = max(one_start, other_start), min(one_end, other_end)
         if end > start:
-            found.append((start, end))
-        if one[at][1] < other[there][1]:
+            common.append((start, end))
+        if one_end < other_end:  # the one that ends first meets nothing more
             at += 1
         else:
             there += 1
-    return found
+    return common

@@ -73,27 +73,43 @@ def read_trace(
             f"torch {torch.__version__} gave a profile without an event tree, so its memory cannot be measured; "
             "fsdplab reads torch 2.11 to 2.15: install one of these, or run with memory=False"
         )
-    waiting, nodes = [_Node(root, (), device) for root in results.experimental_event_tree()], list[_Node]()
-    while waiting:
-        nodes.append(waiting.pop())
-        waiting += nodes[-1].children
-    nodes.sort(key=lambda node: node.start_ns)
+    nodes = _all_nodes([_Node(root, (), device) for root in results.experimental_event_tree()])
     made = [(node, node.event) for node in nodes if node.event]
+    events = [event for _, event in made]
+    gradients = []
+    for node in nodes:
+        if node.name == _ACCUMULATE:
+            gradients += node.tags("unsharded_gradients")
     return Trace(
-        [event for _, event in made] + _unseen_frees(made, nodes, buffers, alive),
-        [tag for node in nodes if node.name == _ACCUMULATE for tag in node.tags("unsharded_gradients")],
-        _hints(nodes, gathers_into_parameters),
-        max((node.end_ns for node in nodes if node.name.startswith(_BACKWARD)), default=NEVER),
+        events=events + _unseen_frees(made, nodes, buffers, alive),
+        gradients=gradients,
+        hints=_hints(nodes, gathers_into_parameters),
+        work_end_ns=max((node.end_ns for node in nodes if node.name.startswith(_BACKWARD)), default=NEVER),
     )
+
+
+def _all_nodes(roots: Sequence[_Node]) -> list[_Node]:
+    """All nodes of the trees, in order of time; a tree may be deeper than Python calls functions."""
+    waiting = list(roots)
+    nodes = []
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        waiting += node.children
+    return sorted(nodes, key=lambda node: node.start_ns)
 
 
 class _Node:
     """A node of the tree, as far as it concerns one device. The tree makes every answer anew, so answers are kept."""
 
     def __init__(self, of_tree: Any, around: Sequence[str], device: torch.device) -> None:
-        self._of_tree, self._device, self._kind = of_tree, device, of_tree.tag
+        self._of_tree = of_tree
+        self._device = device
+        self._kind = of_tree.tag
         self.around = around  # the names of the ranges that it happened in, the innermost first
-        self.name, self.start_ns, self.end_ns = of_tree.name, of_tree.start_time_ns, of_tree.end_time_ns
+        self.name = of_tree.name
+        self.start_ns = of_tree.start_time_ns
+        self.end_ns = of_tree.end_time_ns
         self.event: AllocatorEvent | None = None
         fields = of_tree.typed[1]
         if self._kind == _EventType.Allocation and self._here(fields):
@@ -108,25 +124,33 @@ class _Node:
     @cached_property
     def given(self) -> list[tuple[int, int]]:
         """(address, bytes seen of it) of every storage that the operator was given, in order."""
-        inputs = self._of_tree.typed[1].inputs if self._kind == _EventType.TorchOp else ()
-        held = [tensor for tensor in _tensors(inputs) if tensor.storage_data_ptr and self._here(tensor)]
-        return [(tensor.storage_data_ptr, math.prod(tensor.sizes) * tensor.dtype.itemsize) for tensor in held]
+        if self._kind != _EventType.TorchOp:
+            return []
+        given = []
+        for tensor in _tensors(self._of_tree.typed[1].inputs):
+            if tensor.storage_data_ptr and self._here(tensor):
+                nbytes = math.prod(tensor.sizes) * tensor.dtype.itemsize
+                given.append((tensor.storage_data_ptr, nbytes))
+        return given
 
     def tags(self, category: str) -> list[Tag]:
         """A tag for every storage that the operator was given."""
         return [Tag(category, pointer, nbytes, self.start_ns, "") for pointer, nbytes in self.given]
 
     def _here(self, thing: Any) -> bool:
-        found, wanted = thing.device, self._device
-        return found.type == wanted.type and (wanted.type == "cpu" or found.index == wanted.index)
+        """Whether an allocation or a tensor is on the device."""
+        if thing.device.type != self._device.type:
+            return False
+        return self._device.type == "cpu" or thing.device.index == self._device.index
 
 
 def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
-    for one in inputs:
-        if isinstance(one, (list, tuple)):
-            yield from _tensors(one)
-        elif isinstance(one, _TensorMetadata):
-            yield one
+    """The tensors in an operator's inputs, and in lists of them."""
+    for given in inputs:
+        if isinstance(given, (list, tuple)):
+            yield from _tensors(given)
+        elif isinstance(given, _TensorMetadata):
+            yield given
 
 
 def _home(around: Sequence[str]) -> tuple[str, str]:
@@ -143,26 +167,39 @@ def _home(around: Sequence[str]) -> tuple[str, str]:
 
 def _unit(name: str) -> str:
     """`FSDP::all_gather (blocks.3)` -> `blocks.3`; FSDP2 leaves the root's name out, and FSDP1 all names."""
-    found = re.fullmatch(r"FSDP::.*?(?:\((.+)\))?", name)
-    return (found.group(1) or "root") if found else ""
+    of_engine = re.fullmatch(r"FSDP::.*?(?:\((.+)\))?", name)
+    if of_engine is None:
+        return ""
+    return of_engine.group(1) or "root"
 
 
 def _hints(nodes: Iterable[_Node], gathers_into_parameters: bool) -> list[Tag]:
     """The buffers of collectives; what is gathered into parameters is the parameters, also once it is concatenated."""
-    hints, gathered = [], set()
+    hints: list[Tag] = []
+    gathered: set[int] = set()  # the addresses of what was gathered into
     for node in nodes:
         if node.name.startswith(_COLLECTIVES):
             tags = node.tags("communication_buffers")
-            if gathers_into_parameters and node.name.startswith("c10d::") and "gather" in node.name and tags:
-                gathered.add(tags[0].pointer)
+            is_gather = node.name.startswith("c10d::") and "gather" in node.name
+            if gathers_into_parameters and is_gather and tags:
+                gathered.add(tags[0].pointer)  # the first argument is the output
                 tags[0] = replace(tags[0], category="unsharded_parameters")
             hints += tags
         elif gathers_into_parameters and node.name == "aten::cat":
             sources = {pointer for pointer, _ in node.given}
-            made = [child.event for child in node.children if child.event and child.event.nbytes > 0]
             if sources and sources <= gathered:
-                hints += [Tag("unsharded_parameters", new.pointer, new.nbytes, new.time_ns, "") for new in made]
+                hints += _allocated_in(node, "unsharded_parameters")
     return hints
+
+
+def _allocated_in(node: _Node, category: str) -> list[Tag]:
+    """A tag for everything that was allocated directly in a node."""
+    tags = []
+    for child in node.children:
+        event = child.event
+        if event and event.nbytes > 0:
+            tags.append(Tag(category, event.pointer, event.nbytes, event.time_ns, ""))
+    return tags
 
 
 # ---- frees on threads that the profiler does not see
@@ -186,26 +223,49 @@ def _unseen_frees(
     """The missing frees: of memory that was allocated again, and of what a collective used that is not alive at the
     end. Such memory ended with its last use.
     """
-    blocks = blocks_of(event for _, event in made)
-    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
-    unfreed = [
-        _Unfreed(made[born - 1][0], made[born - 1][1], until)
-        for born, died, until in lives
-        if until == NEVER or made[died - 1][1].nbytes > 0
-    ]
-    collectives = [node for node in nodes if node.name.startswith(_COLLECTIVES)]
-    travelled = {block for block, _ in _uses(unfreed, collectives)}
-    travelled |= {
-        b for b in unfreed if b.event.pointer in buffers or any(name.startswith(_COLLECTIVES) for name in b.node.around)
-    }
-    # only C++ holds what DDP makes, so that Python cannot see whether it is alive
-    doubtful = [b for b in unfreed if b.until == NEVER and b in travelled and _MAKES_BUCKETS not in b.node.around]
+    unfreed = _unfreed(made)
+    used_by_collectives = _used_by_collectives(unfreed, nodes, buffers)
+    doubtful = []
+    for block in unfreed:
+        # only C++ holds what DDP makes, so that Python cannot see whether it is alive
+        is_of_ddp = _MAKES_BUCKETS in block.node.around
+        if block.until == NEVER and block in used_by_collectives and not is_of_ddp:
+            doubtful.append(block)
     living = alive() if doubtful else set()
-    gone = [b for b in unfreed if b.until < NEVER] + [b for b in doubtful if b.event.pointer not in living]
+    gone = [block for block in unfreed if block.until < NEVER]
+    gone += [block for block in doubtful if block.event.pointer not in living]
+
     ends = {block: block.event.time_ns for block in gone}
     for block, user in _uses(gone, nodes):
         ends[block] = max(ends[block], user.end_ns)
-    return [AllocatorEvent(min(end, b.until - 1), b.event.pointer, -b.event.nbytes) for b, end in ends.items()]
+    frees = []
+    for block, end in ends.items():
+        freed_ns = min(end, block.until - 1)
+        frees.append(AllocatorEvent(freed_ns, block.event.pointer, -block.event.nbytes))
+    return frees
+
+
+def _unfreed(made: Sequence[tuple[_Node, AllocatorEvent]]) -> list[_Unfreed]:
+    """The allocations that end with no free: never, or with another allocation of their memory."""
+    blocks = blocks_of(event for _, event in made)
+    lives = zip(blocks.born.tolist(), blocks.died.tolist(), blocks.times[blocks.died].tolist())
+    unfreed = []
+    for born, died, until in lives:  # the first event is moment 1
+        if until == NEVER or made[died - 1][1].nbytes > 0:
+            node, event = made[born - 1]
+            unfreed.append(_Unfreed(node, event, until))
+    return unfreed
+
+
+def _used_by_collectives(unfreed: Sequence[_Unfreed], nodes: Sequence[_Node], buffers: Set[int]) -> set[_Unfreed]:
+    """The blocks that a collective was given, or that were allocated in one, or announced as its buffers."""
+    collectives = [node for node in nodes if node.name.startswith(_COLLECTIVES)]
+    used = {block for block, _ in _uses(unfreed, collectives)}
+    for block in unfreed:
+        is_made_in_one = any(name.startswith(_COLLECTIVES) for name in block.node.around)
+        if is_made_in_one or block.event.pointer in buffers:
+            used.add(block)
+    return used
 
 
 def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:

@@ -29,6 +29,7 @@ def address(tensor: torch.Tensor, device: torch.device) -> int:
 
 
 def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
+    """The storage under a tensor; None where it has none on this device."""
     # wrappers own no memory; the wrapped tensor is found too
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
@@ -43,17 +44,24 @@ def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
     """Address -> storage of all tensors that Python can reach, without those that lie inside another one: the lab's
     slices have a storage each, over their unit's.
     """
-    found: dict[int, torch.UntypedStorage] = {}
+    largest: dict[int, torch.UntypedStorage] = {}  # at each address
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # not isinstance: it makes lazy proxies load
-            storage = _storage(thing, device)
-            if storage is not None and (at := storage.data_ptr()):
-                found[at] = max(found.get(at, storage), storage, key=torch.UntypedStorage.nbytes)
-    kept, end = {}, 0
-    for at in sorted(found):
-        if at + found[at].nbytes() > end:
-            kept[at], end = found[at], at + found[at].nbytes()
-    return kept
+        if not issubclass(type(thing), torch.Tensor):  # not isinstance: it makes lazy proxies load
+            continue
+        storage = _storage(thing, device)
+        if storage is None:
+            continue
+        at = storage.data_ptr()
+        if at and (at not in largest or storage.nbytes() > largest[at].nbytes()):
+            largest[at] = storage
+    outermost = {}
+    end = 0
+    for at in sorted(largest):
+        own_end = at + largest[at].nbytes()
+        if own_end > end:
+            outermost[at] = largest[at]
+            end = own_end
+    return outermost
 
 
 def cuda_blocks(snapshot: Iterable[dict[str, Any]], index: int | None) -> dict[int, int]:
@@ -64,7 +72,9 @@ def cuda_blocks(snapshot: Iterable[dict[str, Any]], index: int | None) -> dict[i
     {4608: 1024}
     """
     active = {}
-    for segment in (each for each in snapshot if each["device"] == index):
+    for segment in snapshot:
+        if segment["device"] != index:
+            continue
         at = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
@@ -101,16 +111,22 @@ class WatchedStorages:
 
     def __init__(self, device: torch.device, named: dict[int, str], ignore: Iterable[torch.Tensor] = ()) -> None:
         self._gone: dict[int, int] = {}
-        on_host = device.type == "cpu"  # CUDA's allocator reports all frees, and never sees what is ignored
-        living = living_storages(device) if on_host else {}
-        self._sizes = {at: storage.nbytes() for at, storage in living.items()} if on_host else alive_now(device)
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        living: dict[int, torch.UntypedStorage] = {}
+        if device.type == "cpu":
+            living = living_storages(device)
+            self._sizes = {at: storage.nbytes() for at, storage in living.items()}
+        else:
+            self._sizes = alive_now(device)
         self._starts = sorted(self._sizes)
-        ignored = {self._start(address(tensor, device)) for tensor in ignore} if on_host else set()
+        ignored: set[int] = set()
+        if device.type == "cpu":  # CUDA's allocator never sees what is ignored
+            ignored = {self._start(address(tensor, device)) for tensor in ignore}
         categories = {self._start(at): category for at, category in named.items()}
         self._categories = {at: categories.get(at, "") for at in self._sizes if at not in ignored}
-        self._watched = {
-            at: weakref.ref(living[at], partial(self._leave, at)) for at in living if at in self._categories
-        }
+        for at, storage in living.items():  # CUDA's allocator reports all frees: nothing is watched there
+            if at in self._categories:
+                self._watched[at] = weakref.ref(storage, partial(self._leave, at))
 
     def look(self) -> None:
         """Record the storages that were resized to zero; nothing announces that, so call it at important instants."""
@@ -134,10 +150,13 @@ class WatchedStorages:
     def _start(self, at: int) -> int:
         """The start of the storage that an address lies in, or the address itself."""
         index = bisect_right(self._starts, at) - 1
-        start = self._starts[index] if index >= 0 else at
-        return start if at < start + self._sizes.get(start, 0) else at
+        if index < 0:
+            return at
+        start = self._starts[index]
+        return start if at < start + self._sizes[start] else at
 
     def _leave(self, at: int, _: object = None) -> None:
+        """Note that a storage is gone; the first time counts."""
         self._gone.setdefault(at, time.time_ns())
 
 
@@ -152,16 +171,24 @@ class Owners:
 
     def categories(self) -> dict[int, str]:
         """Address -> category of all storages owned now: parameters at rest, gradients, optimizer state, buffers."""
-        owned = [*self._engine_buffers(), *((buffer, "other") for buffer in self._model.buffers())]
+        owned = self._engine_buffers()
+        owned += [(buffer, "other") for buffer in self._model.buffers()]
         for parameter in self._model.parameters():
-            shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed 3: the parameter itself is the gathered value
-            owned.append((parameter, "sharded_parameters" if shard is None else "unsharded_parameters"))
-            owned += [] if shard is None else [(shard, "sharded_parameters")]
+            shard = getattr(parameter, "ds_tensor", None)
+            if shard is None:
+                owned.append((parameter, "sharded_parameters"))
+            else:  # DeepSpeed 3: the parameter itself is the gathered value
+                owned.append((parameter, "unsharded_parameters"))
+                owned.append((shard, "sharded_parameters"))
         owned += [(parameter, "sharded_parameters") for parameter in self._optimized()]
+
+        # of what lies at the same address the last one counts
         named = {address(tensor, self._device): category for tensor, category in owned}
-        named |= {tag.pointer: tag.category for tag in self.gradient_tags()}
-        named |= dict.fromkeys(self.state_addresses(), "optimizer_state")
-        named.pop(0, None)
+        for tag in self.gradient_tags():
+            named[tag.pointer] = tag.category
+        for at in self.state_addresses():
+            named[at] = "optimizer_state"
+        named.pop(0, None)  # what has no storage on this device
         return named
 
     def gradient_tags(self) -> list[Tag]:
@@ -170,13 +197,16 @@ class Owners:
         handles: list[Any] = [getattr(module, "_handle", None) for module in self._model.modules()]
         flat = [handle for handle in handles if hasattr(handle, "flat_param")]
         all_sliced = any(handle.uses_sharded_strategy for handle in flat)
-        masters = {id(master) for master in self._optimized()} if self._engine.startswith("deepspeed") else set()
+        masters: set[int] = set()
+        if self._engine.startswith("deepspeed"):
+            masters = {id(master) for master in self._optimized()}
         tags = {}
         for parameter in [*self._model.parameters(), *self._optimized(), *(handle.flat_param for handle in flat)]:
             grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
-            if grad is not None and (at := address(grad, self._device)):
-                sliced = all_sliced or grad is not parameter.grad or id(parameter) in masters
-                category = "sharded_gradients" if sliced else "unsharded_gradients"
+            at = address(grad, self._device) if grad is not None else 0
+            if at:
+                is_shard = all_sliced or grad is not parameter.grad or id(parameter) in masters
+                category = "sharded_gradients" if is_shard else "unsharded_gradients"
                 tags[at] = Tag(category, at, grad.untyped_storage().nbytes(), time.time_ns(), "")
         return list(tags.values())
 
@@ -186,11 +216,16 @@ class Owners:
 
     def state(self) -> list[torch.Tensor]:
         """The tensors in the optimizer's state."""
-        states = () if self.optimizer is None else self.optimizer.state.values()
-        values = (value for state in states if isinstance(state, dict) for value in state.values())
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        if self.optimizer is None:
+            return []
+        tensors = []
+        for state in self.optimizer.state.values():
+            if isinstance(state, dict):
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return tensors
 
     def _optimized(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer steps: DeepSpeed's are not the model's parameters."""
         if self.optimizer is None:
             return []
         groups = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -198,8 +233,12 @@ class Owners:
 
     def _engine_buffers(self) -> list[tuple[torch.Tensor, str]]:
         """Long-lived buffers with names specific to their engine: DeepSpeed 3's sharded gradients and buckets."""
+        owned: list[tuple[torch.Tensor, str]] = []
         slices = getattr(self._outer, "grad_partitions_flat_buffer", None)
-        buckets = getattr(self._outer, "ipg_buckets", {}).values()
-        buffers = (getattr(bucket, "buffer", None) for bucket in buckets)
-        owned = [] if slices is None else [(slices, "sharded_gradients")]
-        return owned + [(buffer, "communication_buffers") for buffer in buffers if isinstance(buffer, torch.Tensor)]
+        if slices is not None:
+            owned.append((slices, "sharded_gradients"))
+        for bucket in getattr(self._outer, "ipg_buckets", {}).values():
+            buffer = getattr(bucket, "buffer", None)
+            if isinstance(buffer, torch.Tensor):
+                owned.append((buffer, "communication_buffers"))
+        return owned

@@ -124,7 +124,8 @@ class MemoryRecorder:
         # an address that is the optimizer's by now was another buffer's when it was tagged
         state = self._owners.state_addresses()
         take_workspaces(self.device)  # so that those of the step are among its allocations
-        self._old_tags = [tag for tag in (self.tags.tags if self.tags else ()) if tag.pointer not in state]
+        old_tags = self.tags.tags if self.tags else []
+        self._old_tags = [tag for tag in old_tags if tag.pointer not in state]
         resting = [*self.model.parameters(), *self._owners.state()] if self.offloaded else []
         self._storages = WatchedStorages(self.device, self._owners.categories(), [*self.ignore, *resting])
         if self.device.type == "cuda":
@@ -172,11 +173,13 @@ class MemoryRecorder:
             self._heard.append(event)
 
     def _note_gradients(self) -> None:
+        """Note the gradients that are held now; those that leave for the host are noted one by one."""
         self._storages.look()
         if not self.offloaded:
             self._gradients += self._owners.gradient_tags()
 
     def _gradient_left(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient leaves for the host."""
         gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
         if at := address(gradient, self.device):
             self._departures.append(AllocatorEvent(time.time_ns(), at, -gradient.untyped_storage().nbytes()))
@@ -184,6 +187,7 @@ class MemoryRecorder:
     # ---- afterwards
 
     def _allocator_peaks(self) -> dict[str, int | None]:
+        """The CUDA allocator's own figures; nothing on a CPU."""
         if self.device.type != "cuda":
             return {}
         torch.cuda.synchronize(self.device)
@@ -193,6 +197,7 @@ class MemoryRecorder:
         }
 
     def _build(self, tags: list[Tag], measured: dict[str, int | None]) -> MemoryTimeline:
+        """Make the timeline of the profile; AccountingError where it does not add up."""
         workspaces = take_workspaces(self.device)
         trace = read_trace(
             self._profile,
@@ -216,6 +221,7 @@ class MemoryRecorder:
 
 
 def _indexed(device: torch.device) -> torch.device:
+    """The device with its number; ValueError for one whose memory cannot be measured."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"memory is measured on cpu and cuda, got device {str(device)!r}; run on one of these, or with memory=False"
@@ -247,11 +253,14 @@ class ResidentGrowth:
 
     def stop(self) -> int | None:
         """Bytes by which the resident memory rose at its highest, or None where the system does not tell."""
-        if self._before is None or (highest := _status_bytes("VmHWM")) is None:
+        if self._before is None:
             return None
-        return max(0, highest - self._before)
+        highest = _status_bytes("VmHWM")
+        return None if highest is None else max(0, highest - self._before)
 
 
 def _status_bytes(field: str) -> int | None:
-    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    """A field of this process's status, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    line = re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE)
+    return int(line[1]) * 1024 if line else None

@@ -30,10 +30,19 @@ _GZIP = b"\x1f\x8b"
 _PICKLE = b"\x80"  # the first byte of a pickle since protocol 2
 _LEAST_FOR_READING = 1 << 30
 _BYTES_OF_A_BYTE = 100  # of objects for a byte of the file: frames share their texts, so it is less
+# what unpickling a broken or hostile file raises
 _BROKEN = (
-    pickle.UnpicklingError, EOFError, ValueError, OverflowError, MemoryError, LookupError, AttributeError, TypeError,
-    RecursionError, zlib.error,
-)  # fmt: skip
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+    zlib.error,
+)
 
 
 class SnapshotError(UserError):
@@ -200,13 +209,20 @@ class _Reader:
 
     def _block(self, fields: Mapping[str, Any], address: int) -> Block:
         size = self._number(fields, "size")
-        asked, frames = fields.get("requested_size", size), fields.get("frames")
+        asked = fields.get("requested_size", size)
+        frames = fields.get("frames")
         history = fields.get("history")
         if frames is None and isinstance(history, list) and history:  # before torch 2.2
             newest = self._dictionary(history[0], "history")
-            asked, frames = newest.get("real_size", size), newest.get("frames")
-        nbytes = asked if isinstance(asked, int) else size
-        return Block(fields.get("address") or address, size, nbytes, _text(fields.get("state")), self._stack(frames))
+            asked = newest.get("real_size", size)
+            frames = newest.get("frames")
+        return Block(
+            address=fields.get("address") or address,
+            size=size,
+            nbytes=asked if isinstance(asked, int) else size,
+            state=_text(fields.get("state")),
+            frames=self._stack(frames),
+        )
 
     def _events(self, trace: object) -> tuple[Event, ...]:
         entries = self._list({"device_traces": trace}, "device_traces")

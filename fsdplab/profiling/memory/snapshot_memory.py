@@ -89,7 +89,9 @@ class DeviceMemory:
             how = "at the peak" if self.moments else "when the snapshot was taken"
             return f"{size(self.peak)} were in use {how}, of {size(self.reserved_at_peak)} reserved{self._mostly}."
         failed = self.out_of_memory
-        left = "" if failed.device_free is None else f" and {size(failed.device_free)} were free on the device"
+        left = ""
+        if failed.device_free is not None:
+            left = f" and {size(failed.device_free)} were free on the device"
         return (
             f"Out of memory: {size(failed.asked)} were asked for in {failed.where} while {size(failed.in_use)} were in"
             f" use, {size(failed.reserved)} were reserved{left}; at the peak {size(self.peak)} were in"
@@ -101,10 +103,12 @@ class DeviceMemory:
         """The largest category and the largest line, with their shares of the peak."""
         if not self.alive:
             return ""
-        category, largest = next(iter(self.by_category)), self.alive[0]
-        of_category, of_line = self.by_category[category] / self.peak, largest.nbytes / self.peak
-        named = "" if category == OTHER else f", {percent(of_category)} of it {category}"
-        return f"{named}; {percent(of_line)} was allocated in {largest.where}"
+        category = next(iter(self.by_category))
+        of_category = ""
+        if category != OTHER:
+            of_category = f", {percent(self.by_category[category] / self.peak)} of it {category}"
+        line = self.alive[0]
+        return f"{of_category}; {percent(line.nbytes / self.peak)} was allocated in {line.where}"
 
     @property
     def fragmentation(self) -> str:
@@ -130,6 +134,7 @@ def memory_of(snapshot: Snapshot) -> list[DeviceMemory]:
 
 
 def _device(device: int, snapshot: Snapshot) -> DeviceMemory:
+    """One device: its state at the end, and its peak from its events."""
     segments = [segment for segment in snapshot.segments if segment.device == device]
     events = snapshot.events.get(device, ())
     blocks = [block for segment in segments for block in segment.blocks]
@@ -153,6 +158,8 @@ def _device(device: int, snapshot: Snapshot) -> DeviceMemory:
 
 @dataclass(frozen=True)
 class _Allocation:
+    """Memory in use, and the stack of its allocation, the innermost frame first."""
+
     nbytes: int
     frames: tuple[Frame, ...] | None  # None: before the first recorded event, and freed since
 
@@ -205,12 +212,14 @@ class _History:
 
 
 def _change(event: Event, more: Sequence[str], less: Sequence[str]) -> int:
+    """Bytes that an event adds (one of the actions `more`) or takes away (one of `less`)."""
     if event.action in more:
         return event.nbytes
     return -event.nbytes if event.action in less else 0
 
 
 def _growth(events: Sequence[Event]) -> int:
+    """By how much all events have grown what is reserved."""
     return sum(_change(event, _GROWS, _SHRINKS) for event in events)
 
 
@@ -252,6 +261,7 @@ def _by_category(alive: Sequence[_Allocation]) -> dict[str, int]:
 
 
 def _category_of(frames: Sequence[Frame]) -> str:
+    """The category of an allocation, by the first row of `_CATEGORIES` that its stack fits."""
     lines = [f"{frame.file}:{frame.function}" for frame in frames]
     for category, words in _CATEGORIES:
         if any(word in line for line in lines for word in words):
@@ -261,8 +271,10 @@ def _category_of(frames: Sequence[Frame]) -> str:
 
 def place_of(frames: Sequence[Frame]) -> str:
     """The line that a user looks for: the innermost one of Python outside of torch, else the innermost one."""
+    if not frames:
+        return "a place that was not recorded"
     python = [frame for frame in frames if frame.file.endswith(".py")]
     own = [frame for frame in python if "/torch/" not in f"/{frame.file}" and "site-packages" not in frame.file]
-    for frame in [*own, *python, *frames][:1]:
-        return str(Frame("/".join(frame.file.split("/")[-2:]), frame.line, frame.function))
-    return "a place that was not recorded"
+    frame = [*own, *python, *frames][0]
+    file_and_folder = "/".join(frame.file.split("/")[-2:])
+    return str(Frame(file_and_folder, frame.line, frame.function))

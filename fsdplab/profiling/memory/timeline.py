@@ -73,8 +73,9 @@ class MemoryTimeline:
 
     def check(self) -> None:
         """Raise `AccountingError` unless at every point the categories sum to the total and nothing is negative."""
-        rows = [*zip(self.points, self.totals), ({"time_ns": self.peak_time_ns, **self.peak}, self.peak_total)]
-        for row, total in rows:
+        peak = ({"time_ns": self.peak_time_ns, **self.peak}, self.peak_total)
+        points = list(zip(self.points, self.totals))
+        for row, total in [*points, peak]:
             parts = {category: row[category] for category in CATEGORIES}
             if sum(parts.values()) != total or min(parts.values()) < 0:
                 raise AccountingError(
@@ -82,7 +83,7 @@ class MemoryTimeline:
                     f" {sum(parts.values())}, the allocator's running total is {total}; report this with the trace, the"
                     " timeline cannot be used"
                 )
-        if rows[-1] not in rows[:-1] or self.peak_total != max(self.totals):
+        if peak not in points or self.peak_total != max(self.totals):
             raise AccountingError(
                 f"the peak of {self.peak_total} bytes is not the highest point of the timeline ({max(self.totals)})"
             )
@@ -111,22 +112,25 @@ def build_timeline(
     strays = _strays(blocks_of(events), [*tags, *hints], start_ns)
     blocks = blocks_of([*events, *strays])
     names = _names(blocks, tags, hints, start_ns, work_end_ns)
-    held = _by_category(blocks, names)
+    by_category = _by_category(blocks, names)
     times = blocks.times.clip(start_ns).tolist()
     peak = int(np.argmax(blocks.totals))
-    at_peak = [names[i] for i in np.flatnonzero((blocks.born <= peak) & (peak < blocks.died))]
-    gathered = dict.fromkeys(unit for category, unit in at_peak if category == "unsharded_parameters" and unit)
-    # one row at the time of the peak
-    kept = [i for i in downsample(blocks.totals) if i == peak or times[i] != times[peak]]
-    rows = {i: dict(zip(CATEGORIES, held[i].tolist())) for i in kept}
+
+    points: list[dict[str, int]] = []
+    totals: list[int] = []
+    for moment in downsample(blocks.totals):
+        if moment == peak or times[moment] != times[peak]:  # one row at the time of the peak
+            held = dict(zip(CATEGORIES, by_category[moment].tolist()))
+            points.append({"time_ns": times[moment] - start_ns, **held})
+            totals.append(blocks.totals[moment])
     return MemoryTimeline(
-        points=[{"time_ns": times[i] - start_ns, **rows[i]} for i in kept],
-        totals=[blocks.totals[i] for i in kept],
-        peak=rows[peak],
+        points=points,
+        totals=totals,
+        peak=dict(zip(CATEGORIES, by_category[peak].tolist())),
         peak_total=blocks.totals[peak],
         peak_time_ns=times[peak] - start_ns,
         baseline_total=blocks.totals[0],
-        unit_names_gathered_at_peak=list(gathered),
+        unit_names_gathered_at_peak=_gathered_at(peak, blocks, names),
         unknown_frees=blocks.unknown_frees,
         unseen_frees=blocks.unseen_frees,
         found_late=len(strays),
@@ -135,11 +139,22 @@ def build_timeline(
     )
 
 
+def _gathered_at(moment: int, blocks: Blocks, names: Sequence[tuple[str, str]]) -> list[str]:
+    """The units of which unsharded parameters are held at a moment, in the order of their allocations."""
+    units: dict[str, None] = {}
+    is_held = (blocks.born <= moment) & (moment < blocks.died)
+    for index in np.flatnonzero(is_held).tolist():
+        category, unit = names[index]
+        if category == "unsharded_parameters" and unit:
+            units[unit] = None
+    return list(units)
+
+
 def _strays(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[AllocatorEvent]:
     """The memory that tags name and no event shows, as storages of the beginning: the most bytes seen of each."""
     sizes: dict[int, int] = {}
-    for tag, meant in zip(tags, _meant(blocks, tags, start_ns)):
-        if meant is None and tag.time_ns >= start_ns and tag.pointer and tag.nbytes:
+    for tag, block in zip(tags, _meant(blocks, tags, start_ns)):
+        if block is None and tag.time_ns >= start_ns and tag.pointer and tag.nbytes:
             sizes[tag.pointer] = max(tag.nbytes, sizes.get(tag.pointer, 0))
     return [AllocatorEvent(LONG_AGO, pointer, nbytes) for pointer, nbytes in sizes.items()]
 
@@ -148,35 +163,46 @@ def _meant(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[int | Non
     """The index of the block that each tag is about, None for no block: the one alive at its address and time; failing
     that the nearest in time within the tolerance; and then the storage of the beginning that the address lies in.
     """
-    born_ns, died_ns, ends = blocks.times[blocks.born], blocks.times[blocks.died], blocks.pointer + blocks.nbytes
-    found = []
+    born_ns = blocks.times[blocks.born]
+    died_ns = blocks.times[blocks.died]
+    ends = blocks.pointer + blocks.nbytes
+    meant = []
     for tag in tags:
         here = np.flatnonzero(blocks.pointer == tag.pointer)
         if tag.time_ns < start_ns:
-            here = here[(blocks.born[here] == 0) & (blocks.nbytes[here] == tag.nbytes)]
+            is_of_beginning = (blocks.born[here] == 0) & (blocks.nbytes[here] == tag.nbytes)
+            here = here[is_of_beginning]
         else:
-            away = np.maximum(born_ns[here] - tag.time_ns, tag.time_ns - died_ns[here]).clip(0)
-            here = here[np.lexsort((-born_ns[here], away))][: np.count_nonzero(away <= TOLERANCE_NS)]
+            too_early, too_late = born_ns[here] - tag.time_ns, tag.time_ns - died_ns[here]
+            away = np.maximum(too_early, too_late).clip(0)
+            nearest_first = np.lexsort((-born_ns[here], away))  # of equals the youngest
+            here = here[nearest_first][: np.count_nonzero(away <= TOLERANCE_NS)]
             if not here.size:
-                inside = (blocks.pointer < tag.pointer) & (tag.pointer < ends) & (tag.time_ns <= died_ns)
-                here = np.flatnonzero(inside & (blocks.born == 0))
-        found.append(int(here[0]) if here.size else None)
-    return found
+                lies_inside = (blocks.pointer < tag.pointer) & (tag.pointer < ends)
+                is_alive = (blocks.born == 0) & (tag.time_ns <= died_ns)
+                here = np.flatnonzero(lies_inside & is_alive)
+        meant.append(int(here[0]) if here.size else None)
+    return meant
 
 
 def _names(
     blocks: Blocks, tags: Sequence[Tag], hints: Sequence[Tag], start_ns: int, work_end_ns: int
 ) -> list[tuple[str, str]]:
     """Category and unit of every block: by the last tag, else its own event, else the first hint, else its time."""
-    said: dict[int | None, tuple[str, str]] = {
-        index: ("activations" if LONG_AGO < event.time_ns <= work_end_ns else "other", "")
-        for index, event in enumerate(blocks.allocations)
-    }
-    hinted, tagged = _meant(blocks, hints, start_ns), _meant(blocks, tags, start_ns)
-    said |= {index: (hint.category, hint.unit) for index, hint in zip(reversed(hinted), reversed(hints))}
-    said |= {index: (event.category, event.unit) for index, event in enumerate(blocks.allocations) if event.category}
-    said |= {index: (tag.category, tag.unit) for index, tag in zip(tagged, tags)}
-    return [said[index] for index in range(len(blocks.allocations))]
+    names: dict[int | None, tuple[str, str]] = {}  # None: a tag or a hint of no block
+    for index, event in enumerate(blocks.allocations):
+        in_work = LONG_AGO < event.time_ns <= work_end_ns
+        names[index] = ("activations" if in_work else "other", "")
+    # each source replaces what the ones before it said
+    hinted = zip(_meant(blocks, hints, start_ns), hints)
+    for block, hint in reversed(list(hinted)):
+        names[block] = (hint.category, hint.unit)
+    for index, event in enumerate(blocks.allocations):
+        if event.category:
+            names[index] = (event.category, event.unit)
+    for block, tag in zip(_meant(blocks, tags, start_ns), tags):
+        names[block] = (tag.category, tag.unit)
+    return [names[index] for index in range(len(blocks.allocations))]
 
 
 def _by_category(blocks: Blocks, names: Sequence[tuple[str, str]]) -> np.ndarray:
@@ -249,12 +275,19 @@ def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
     for moment, (_, event) in enumerate(moments, start=1):
         heap.apply(event, moment)
         totals.append(heap.live_bytes)
-    spans = [(each.pointer, each.nbytes) for each in heap.allocations]
-    lives = [(born, heap.died.get(index, len(totals))) for index, born in enumerate(heap.born)]
-    pointer, nbytes = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    born, died = np.array(lives, dtype=np.int64).reshape(-1, 2).T
-    times = np.array([LONG_AGO, *(time_ns for time_ns, _ in moments), NEVER])
-    return Blocks(heap.allocations, pointer, nbytes, born, died, times, totals, heap.unknown_frees, heap.unseen_frees)
+    never = len(totals)  # the moment of `NEVER`
+    died = [heap.died.get(index, never) for index in range(len(heap.allocations))]
+    return Blocks(
+        allocations=heap.allocations,
+        pointer=np.array([block.pointer for block in heap.allocations], dtype=np.int64),
+        nbytes=np.array([block.nbytes for block in heap.allocations], dtype=np.int64),
+        born=np.array(heap.born, dtype=np.int64),
+        died=np.array(died, dtype=np.int64),
+        times=np.array([LONG_AGO, *(time_ns for time_ns, _ in moments), NEVER]),
+        totals=totals,
+        unknown_frees=heap.unknown_frees,
+        unseen_frees=heap.unseen_frees,
+    )
 
 
 def without_kept(events: Iterable[AllocatorEvent], addresses: Container[int]) -> list[AllocatorEvent]:
@@ -264,21 +297,22 @@ def without_kept(events: Iterable[AllocatorEvent], addresses: Container[int]) ->
     [AllocatorEvent(time_ns=5, pointer=900, nbytes=40, ...), AllocatorEvent(time_ns=7, pointer=900, nbytes=-40, ...)]
     """
     events = list(events)
-    last = {
-        event.pointer: index for index, event in enumerate(events) if event.nbytes > 0 and event.pointer in addresses
-    }
+    last: dict[int, int] = {}  # of each address the index of its last allocation
+    for index, event in enumerate(events):
+        if event.nbytes > 0 and event.pointer in addresses:
+            last[event.pointer] = index
     return [event for index, event in enumerate(events) if last.get(event.pointer) != index]
 
 
 def united(storages: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
-    """Storages with shared memory counted once: what lies inside or across the end of another is joined to it.
+    """Count shared memory once: what lies inside another storage or across its end is joined to it.
 
     >>> spans = [(100, 50), (120, 10), (140, 20), (200, 5)]
     >>> [storage.nbytes for storage in united(AllocatorEvent(LONG_AGO, *span) for span in spans)]
     [60, 5]
     """
     joined: list[AllocatorEvent] = []
-    for storage in sorted(storages, key=lambda s: (s.pointer, -s.nbytes)):
+    for storage in sorted(storages, key=lambda storage: (storage.pointer, -storage.nbytes)):
         last = joined[-1] if joined else None
         if last is None or storage.pointer >= last.pointer + last.nbytes:
             joined.append(storage)
@@ -303,6 +337,7 @@ class _Heap:
             self._put(storage, 0)
 
     def apply(self, event: AllocatorEvent, moment: int) -> None:
+        """Follow an event."""
         index = self._at.get(event.pointer)
         if event.time_ns == LONG_AGO:  # it is gone, and if something else is at its address by now, that stays
             if index is not None and self.born[index] == 0:
@@ -315,8 +350,10 @@ class _Heap:
             self.unknown_frees += 1
 
     def _put(self, new: AllocatorEvent, moment: int) -> None:
-        first = max(bisect_right(self._starts, new.pointer) - 1, 0)
-        for start in self._starts[first : bisect_left(self._starts, new.pointer + new.nbytes)]:
+        """Add a block; those that it lies over are gone."""
+        first = max(bisect_right(self._starts, new.pointer) - 1, 0)  # it may begin before the new one
+        behind = bisect_left(self._starts, new.pointer + new.nbytes)
+        for start in self._starts[first:behind]:
             if start + self.allocations[self._at[start]].nbytes > new.pointer:
                 self._free(start, moment)
                 self.unseen_frees += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.profiling.tables.table import Column, Row, Table
@@ -18,11 +19,16 @@ from fsdplab.profiling.traces.skew import bandwidths
 from fsdplab.records.tables import IDLE_PARTS
 
 _COLUMNS = (
-    Column("kind", "collective"), Column("group", "process group"), Column("ranks", "ranks", "count"),
-    Column("size", "message", "bytes"), Column("count", "a step", "count"), Column("time_ns", "time, median", "ns"),
-    Column("algbw", "size / time", "bytes/s"), Column("busbw", "bus bandwidth", "bytes/s"),
+    Column("kind", "collective"),
+    Column("group", "process group"),
+    Column("ranks", "ranks", "count"),
+    Column("size", "message", "bytes"),
+    Column("count", "a step", "count"),
+    Column("time_ns", "time, median", "ns"),
+    Column("algbw", "size / time", "bytes/s"),
+    Column("busbw", "bus bandwidth", "bytes/s"),
     Column("of_link", "of the link", "share"),
-)  # fmt: skip
+)
 
 
 def bandwidths_by_size(
@@ -31,12 +37,11 @@ def bandwidths_by_size(
     """One row a collective, process group and size (powers of two), the largest first.
 
     `collectives` are rows of a record's table of that name, `ranks_of_job` the ranks of a group whose size the trace
-    does not say. `link_bytes_per_s`: the link's figure in one direction, where it is known. 8 MB
-    gathered over 2 ranks in 1 ms are 8 GB/s, and 4 GB/s on the bus.
+    does not say. `link_bytes_per_s`: the link's figure in one direction, where it is known. 8 MB gathered over 2 ranks
+    in 1 ms are 8 GB/s, and 4 GB/s on the bus.
     """
-    steps, given = len({row["step"] for row in collectives}), {row["rank"] for row in collectives}
-    groups: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
-    took_part: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
+    messages: dict[_Messages, list[tuple[int, int]]] = defaultdict(list)  # bytes, and the shortest ns of any rank
+    took_part: dict[_Messages, list[int]] = defaultdict(list)
     unknown = 0
     for key, members in matched(collectives).items():
         nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
@@ -44,44 +49,69 @@ def bandwidths_by_size(
             unknown += 1
             continue
         ranks = members[0]["group_size"] or ranks_of_job
-        name = key.kind, members[0]["group"], int(ranks), nbytes.bit_length()
-        groups[name].append((nbytes, min(row["end_ns"] - row["start_ns"] for row in members)))
-        took_part[name] += (row["rank"] for row in members)
-    a_step = {name: len(ranks) / len(set(ranks)) / max(1, steps) for name, ranks in took_part.items()}
-    rows = [_row(name[:3], found, a_step[name], link_bytes_per_s) for name, found in groups.items()]
+        alike = _Messages(key.kind, members[0]["group"], int(ranks), nbytes.bit_length())
+        shortest_ns = min(row["end_ns"] - row["start_ns"] for row in members)
+        messages[alike].append((nbytes, shortest_ns))
+        took_part[alike] += [row["rank"] for row in members]
+
+    steps = max(1, len({row["step"] for row in collectives}))
+    rows = []
+    for alike, sent in messages.items():
+        a_rank = len(took_part[alike]) / len(set(took_part[alike]))
+        rows.append(_row(alike, sent, a_rank / steps, link_bytes_per_s))
     rows.sort(key=lambda row: -row["size"] * row["count"])
-    notes = [f"{unknown} collectives are left out: the trace does not say how many bytes they moved."] * bool(unknown)
-    if len(given) == 1:
+
+    notes = []
+    if unknown:
+        notes.append(f"{unknown} collectives are left out: the trace does not say how many bytes they moved.")
+    if len({row["rank"] for row in collectives}) == 1:
         notes.append("One rank's trace: the times hold waiting for peers, so the link did no worse than this.")
     return Table("bandwidth", "Bandwidth by size", _sentence(rows), _COLUMNS, tuple(rows), tuple(notes))
 
 
-def _row(
-    key: tuple[str, str, int], found: Sequence[tuple[int, int]], count: float, link_bytes_per_s: float | None
-) -> Row:
-    kind, group, ranks = key
-    nbytes, time_ns = fmean(nbytes for nbytes, _ in found), median(ns for _, ns in found)
-    algbw, busbw = bandwidths(kind, int(nbytes), int(time_ns), ranks)
+class _Messages(NamedTuple):
+    """Collectives of one row: of one kind and process group, between the same powers of two."""
+
+    kind: str
+    group: str
+    ranks: int
+    bits: int
+
+
+def _row(alike: _Messages, sent: Sequence[tuple[int, int]], count: float, link_bytes_per_s: float | None) -> Row:
+    nbytes = fmean(nbytes for nbytes, _ in sent)
+    time_ns = median(ns for _, ns in sent)
+    algbw, busbw = bandwidths(alike.kind, int(nbytes), int(time_ns), alike.ranks)
+    of_link = None
+    if busbw is not None and link_bytes_per_s:
+        of_link = busbw / link_bytes_per_s
     return {
-        "kind": kind, "group": group, "ranks": ranks, "size": nbytes, "count": count, "time_ns": time_ns,
-        "algbw": algbw, "busbw": busbw,
-        "of_link": busbw / link_bytes_per_s if busbw is not None and link_bytes_per_s else None,
-    }  # fmt: skip
+        "kind": alike.kind,
+        "group": alike.group,
+        "ranks": alike.ranks,
+        "size": nbytes,
+        "count": count,
+        "time_ns": time_ns,
+        "algbw": algbw,
+        "busbw": busbw,
+        "of_link": of_link,
+    }
 
 
 def _sentence(rows: Sequence[Row]) -> str:
+    """Where most bytes travel, and how fast."""
     known = [row for row in rows if row["busbw"] is not None]
     if not known:
         return "The traces do not say how many bytes their collectives moved."
     most = known[0]
-    link = f", {most['of_link']:.0%} of what the link can do" if most["of_link"] is not None else ""
+    link = "" if most["of_link"] is None else f", {most['of_link']:.0%} of what the link can do"
     return (
         f"Most bytes travel in {most['kind']} of {size(most['size'])} over {most['ranks']} ranks, at"
         f" {size(most['busbw'])}/s of bus bandwidth{link}."
     )
 
 
-# ---- why nothing ran: the part "other" of the steps by cause, as `traces/account` defines the causes
+# ---- why nothing ran: the part "other" of the steps by cause, as `traces/idle_causes` defines the causes
 
 WORDS = {name: name.removesuffix("_ns").replace("_", " ") for name in IDLE_PARTS} | {
     "rest_ns": "unknown",
@@ -97,22 +127,31 @@ def idle_time(idle: Sequence[Row], breakdown: Sequence[Row]) -> Table:
     """
     rows = []
     for rank in sorted({row["rank"] for row in idle}):
-        mine, whole = ([row for row in table if row["rank"] == rank] for table in (idle, breakdown))
-        parts = {name: fmean(row.get(name) or 0 for row in mine) for name in IDLE_PARTS}
-        total, step = sum(parts.values()), fmean(row["step_ns"] for row in whole)
-        rows.append({"rank": rank, "idle_ns": total, "share": total / step if step else 0.0, **parts})
+        idle_of_rank = [row for row in idle if row["rank"] == rank]
+        parts = {name: fmean(row.get(name) or 0 for row in idle_of_rank) for name in IDLE_PARTS}
+        total_ns = sum(parts.values())
+        step_ns = fmean(row["step_ns"] for row in breakdown if row["rank"] == rank)
+        share = total_ns / step_ns if step_ns else 0.0
+        rows.append({"rank": rank, "idle_ns": total_ns, "share": share, **parts})
     rows.sort(key=lambda row: -row["idle_ns"])
-    columns = (
-        Column("rank", "rank", "count"), Column("idle_ns", "idle a step", "ns"),
+    columns = [
+        Column("rank", "rank", "count"),
+        Column("idle_ns", "idle a step", "ns"),
         Column("share", "of the step", "share"),
-        *(Column(name, WORDS[name], "ns") for name in IDLE_PARTS if any(row[name] for row in rows)),
-    )  # fmt: skip
+    ]
+    for name in IDLE_PARTS:
+        if any(row[name] for row in rows):
+            columns.append(Column(name, WORDS[name], "ns"))
+    return Table("idle", "Idle time by cause", _idlest(rows), tuple(columns), tuple(rows))
+
+
+def _idlest(rows: Sequence[Row]) -> str:
+    """The rank that is idle longest, and most of its cause."""
     if not rows or not rows[0]["idle_ns"]:
-        sentence = "No rank was idle: at every instant it computed or communicated."
-    else:
-        most = max(IDLE_PARTS, key=lambda name: rows[0][name])
-        sentence = (
-            f"Rank {rows[0]['rank']} is idle for {seconds(rows[0]['idle_ns'] / 1e9)} a step ({rows[0]['share']:.0%}),"
-            f" most of it {WORDS[most]}: {seconds(rows[0][most] / 1e9)}."
-        )
-    return Table("idle", "Idle time by cause", sentence, columns, tuple(rows))
+        return "No rank was idle: at every instant it computed or communicated."
+    idlest = rows[0]
+    most = max(IDLE_PARTS, key=lambda name: idlest[name])
+    return (
+        f"Rank {idlest['rank']} is idle for {seconds(idlest['idle_ns'] / 1e9)} a step ({idlest['share']:.0%}),"
+        f" most of it {WORDS[most]}: {seconds(idlest[most] / 1e9)}."
+    )

@@ -29,7 +29,7 @@ from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.meeting import matched
-from fsdplab.profiling.traces.overlap import TraceAnalysis
+from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 
 COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
 _OF = ("rank", "what", "unit", "phase")  # what neighbours are joined by
@@ -42,6 +42,8 @@ _WAITS_FOR_ALL = ("all_gather", "reduce_scatter", "all_reduce", "barrier")  # en
 
 
 class _Part(NamedTuple):
+    """A stretch of the path on one rank: computing, a collective, or neither."""
+
     rank: int
     what: str
     unit: str
@@ -62,11 +64,14 @@ class _Lane:
         """What began before `now` and had not ended; and where there is nothing, when the last row ended, or `since`
         if that is later.
         """
-        at, found = bisect_left(self._starts, now) - 1, []
-        while at >= 0 and self._latest[at] >= now:
-            found += [self.rows[at]] if self.rows[at]["end_ns"] >= now else []
-            at -= 1
-        return found, max(since, self._latest[at]) if at >= 0 else since
+        running = []
+        place = bisect_left(self._starts, now) - 1
+        while place >= 0 and self._latest[place] >= now:
+            if self.rows[place]["end_ns"] >= now:
+                running.append(self.rows[place])
+            place -= 1
+        ended = max(since, self._latest[place]) if place >= 0 else since
+        return running, ended
 
 
 class _Rank(NamedTuple):
@@ -87,68 +92,89 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     Two ranks that compute for 80 and 100 ms and then reduce for 10: 100 ms of the second rank's computing, then the
     collective.
     """
-    steps = {row["step"]: row["step_ns"] for each in analyses for row in each.rows("breakdown")}
-    if step is None and steps:
-        step = max(steps, key=steps.__getitem__)
-    ranks = {each.rank: _rank(each, step) for each in analyses if any(one.step == step for one in each.steps)}
+    lengths: dict[int, int] = {}
+    for analysis in analyses:
+        for row in analysis.rows("breakdown"):
+            lengths[row["step"]] = row["step_ns"]
+    if step is None and lengths:
+        step = max(lengths, key=lengths.__getitem__)
+    ranks: dict[int, _Rank] = {}
+    for analysis in analyses:
+        for of_rank in analysis.steps:
+            if of_rank.step == step:
+                ranks[analysis.rank] = _rank(of_rank)
     if step is None or not ranks:
-        raise TraceError(f"no trace has step {step}; expected one of {', '.join(map(str, sorted(steps))) or 'none'}.")
+        known = ", ".join(map(str, sorted(lengths))) or "none"
+        raise TraceError(f"no trace has step {step}; expected one of {known}.")
     arrivals = _arrivals([row for rank in ranks.values() for row in rank.collectives.rows])
-    parts = _joined(_walked(ranks, arrivals))
-    begun, whole = parts[0].start, parts[-1].end - parts[0].start
-    rows = tuple(
-        {"order": order, **dict(zip(_OF, of)), "start_ns": start - begun, "ns": end - start}
-        | {"share": (end - start) / whole}
-        for order, (*of, start, end) in enumerate(parts, start=1)
-    )
-    columns, shown = (_PARTS, rows) if in_order else (_SHARES, _shares(rows))
-    return Table(
-        "critical_path", f"Critical path of step {step}", _sentence(step, rows, len(ranks) > 1), columns, shown
-    )
+    rows = _rows(_joined(_walked(ranks, arrivals)))
+    sentence = _sentence(step, rows, len(ranks) > 1)
+    title = f"Critical path of step {step}"
+    if in_order:
+        return Table("critical_path", title, sentence, _PARTS, rows)
+    return Table("critical_path", title, sentence, _SHARES, _shares(rows))
 
 
-def _rank(analysis: TraceAnalysis, step: int | None) -> _Rank:
-    found = next(each for each in analysis.steps if each.step == step)
-    whole = next(row for row in found.timeline if row["lane"] == "step")
-    # of the timeline's joined rows the parts in which the rank did compute
-    computing = [
-        row | {"start_ns": start, "end_ns": end}
-        for row in found.timeline
-        if row["lane"] == COMPUTE
-        for start, end in within(found.computing, row["start_ns"], row["end_ns"]).tolist()
-    ]
-    exposed = [row | {"name": row["name"].removesuffix(OFF_LINK)} for row in found.timeline if row["lane"] == "exposed"]
-    return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(exposed), _Lane(found.collectives))
+def _rows(parts: Sequence[_Part]) -> tuple[Row, ...]:
+    """Parts in order of time as rows, each with its share of the path."""
+    begun = parts[0].start
+    whole_ns = parts[-1].end - begun
+    rows = []
+    for order, part in enumerate(parts, start=1):
+        part_ns = part.end - part.start
+        row: Row = {"order": order, "rank": part.rank, "what": part.what, "unit": part.unit, "phase": part.phase}
+        row |= {"start_ns": part.start - begun, "ns": part_ns, "share": part_ns / whole_ns}
+        rows.append(row)
+    return tuple(rows)
+
+
+def _rank(step: StepAnalysis) -> _Rank:
+    """One rank's step as lanes. Of the timeline's joined rows of computing, the parts in which the rank did compute."""
+    whole = next(row for row in step.timeline if row["lane"] == "step")
+    computing: list[Row] = []
+    exposed: list[Row] = []
+    for row in step.timeline:
+        if row["lane"] == COMPUTE:
+            for start, end in within(step.computing, row["start_ns"], row["end_ns"]).tolist():
+                computing.append(row | {"start_ns": start, "end_ns": end})
+        if row["lane"] == "exposed":
+            exposed.append(row | {"name": row["name"].removesuffix(OFF_LINK)})
+    return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(exposed), _Lane(step.collectives))
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
     """For each row of a collective, by identity: the rank that began last, and when."""
-    found, named = {}, any(row["unit"] for row in rows)
+    arrivals: dict[int, tuple[int, int]] = {}
+    has_units = any(row["unit"] for row in rows)
     for key, members in matched(rows).items():
         last = max(members, key=lambda row: (row["start_ns"], -row["rank"]))
         first_end = min(row["end_ns"] for row in members)
-        if key[3] in _WAITS_FOR_ALL and last["start_ns"] - first_end > _CLOCKS_AGREE_NS:
-            of = f" of {key[1] or 'the root'}" if named else ""
+        apart_ns = last["start_ns"] - first_end
+        if key.kind in _WAITS_FOR_ALL and apart_ns > _CLOCKS_AGREE_NS:
+            of_unit = f" of {key.unit or 'the root'}" if has_units else ""
             raise TraceError(
-                f"the ranks' clocks disagree: {key[3]}{of} ended on one rank"
-                f" {seconds((last['start_ns'] - first_end) / 1e9)} before rank {last['rank']} began it; a path across"
+                f"the ranks' clocks disagree: {key.kind}{of_unit} ended on one rank"
+                f" {seconds(apart_ns / 1e9)} before rank {last['rank']} began it; a path across"
                 " ranks needs traces of one machine, or of machines whose clocks are synchronised."
             )
         for row in members:
-            found[id(row)] = last["rank"], last["start_ns"]
-    return found
+            arrivals[id(row)] = last["rank"], last["start_ns"]
+    return arrivals
 
 
 def _walked(ranks: dict[int, _Rank], arrivals: dict[int, tuple[int, int]]) -> list[_Part]:
-    """The parts, the last first."""
-    rank = max(ranks, key=lambda each: (ranks[each].end, -each))
-    now, parts = ranks[rank].end, []
+    """Walk the path backwards: the parts, the last first."""
+    rank = max(ranks, key=lambda rank: (ranks[rank].end, -rank))
+    now = ranks[rank].end
+    parts = []
     while now > ranks[rank].start:
         part, rank = _part(rank, ranks[rank], now, arrivals)
         parts.append(part)
         now = part.start
-    first = min(each.start for each in ranks.values())
-    return [*parts, _Part(rank, BEFORE, "", "", first, now)] if first < now else parts
+    first = min(of_rank.start for of_rank in ranks.values())
+    if first < now:
+        parts.append(_Part(rank, BEFORE, "", "", first, now))
+    return parts
 
 
 def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]) -> tuple[_Part, int]:
@@ -158,7 +184,9 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
         row = max(computing, key=itemgetter("end_ns"))
         return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
     exposed, since = here.exposed.before(now, since)
-    return _exposed(rank, here, exposed, now, arrivals) if exposed else (_Part(rank, IDLE, "", "", since, now), rank)
+    if exposed:
+        return _exposed(rank, here, exposed, now, arrivals)
+    return _Part(rank, IDLE, "", "", since, now), rank
 
 
 def _exposed(
@@ -166,41 +194,47 @@ def _exposed(
 ) -> tuple[_Part, int]:
     """The collective that is exposed at `now`, and the rank that it waited for."""
     row = max(exposed, key=itemgetter("start_ns"))
-    of = row["unit"], row["phase"], row["name"]
+    unit, phase, kind = row["unit"], row["phase"], row["name"]
     under_way, _ = here.collectives.before(now, here.start)
-    mine = [each for each in under_way if (each["unit"], each["phase"], each["kind"]) == of]
+    alike = [other for other in under_way if (other["unit"], other["phase"], other["kind"]) == (unit, phase, kind)]
     last, began = rank, row["start_ns"]
-    if mine:
-        each = min(mine, key=lambda one: (one["end_ns"], -one["start_ns"]))
-        earliest = each["start_ns"] if each["on_link_ns"] else began
-        last, began = arrivals[id(each)]
+    if alike:
+        collective = min(alike, key=lambda other: (other["end_ns"], -other["start_ns"]))
+        # one of which nothing was exposed on the link delayed only by its own copies and waits
+        earliest = collective["start_ns"] if collective["on_link_ns"] else began
+        last, began = arrivals[id(collective)]
         if not earliest <= began < now:
             last, began = rank, earliest
-    return _Part(rank, of[2], *of[:2], max(began, here.start), now), last
+    return _Part(rank, kind, unit, phase, max(began, here.start), now), last
 
 
 def _joined(backwards: Sequence[_Part]) -> list[_Part]:
-    """In order of time, neighbours of one kind as one part."""
-    forwards, parts = backwards[::-1], []
+    """Put the parts in order of time, neighbours of one kind as one part; AccountingError for a gap between them."""
+    forwards = backwards[::-1]
     for before, part in pairwise(forwards):
         if before.end != part.start:
             raise AccountingError(f"the critical path has a gap before {part}; report this with the traces")
-    for _, group in groupby(forwards, lambda part: part[: len(_OF)]):
-        first, *others = group
-        parts.append(first._replace(end=others[-1].end) if others else first)
-    return parts
+    joined = []
+    for _, alike in groupby(forwards, lambda part: (part.rank, part.what, part.unit, part.phase)):
+        parts = list(alike)
+        joined.append(parts[0]._replace(end=parts[-1].end))
+    return joined
 
 
 def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
     """The parts of one rank, unit, phase and kind as one row, the longest first."""
-    rows = [
-        {**dict(zip(_OF, of)), "parts": len(own), **{name: sum(row[name] for row in own) for name in ("ns", "share")}}
-        for of, own in grouped(parts, itemgetter(*_OF)).items()
-    ]
+    rows = []
+    for label, alike in grouped(parts, itemgetter(*_OF)).items():
+        row: Row = dict(zip(_OF, label))
+        row["parts"] = len(alike)
+        row["ns"] = sum(part["ns"] for part in alike)
+        row["share"] = sum(part["share"] for part in alike)
+        rows.append(row)
     return tuple(sorted(rows, key=lambda row: -row["ns"]))
 
 
 def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
+    """What the path consists of, and its largest part."""
     by_what: Counter[str] = Counter()
     for row in rows:
         by_what[row["what"]] += row["ns"]

@@ -20,18 +20,27 @@ from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, KINDS, OP
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
 _COLUMNS = (
-    Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
-    Column("before_ns", "first", "ns"), Column("after_ns", "second", "ns"),
-    Column("difference_ns", "difference", "ns"), Column("before_count", "calls, first", "count"),
-    Column("after_count", "calls, second", "count"), Column("state", "in both"),
-)  # fmt: skip
+    Column("kind", "kind"),
+    Column("name", "name"),
+    Column("shapes", "given"),
+    Column("unit", "unit"),
+    Column("before_ns", "first", "ns"),
+    Column("after_ns", "second", "ns"),
+    Column("difference_ns", "difference", "ns"),
+    Column("before_count", "calls, first", "count"),
+    Column("after_count", "calls, second", "count"),
+    Column("state", "in both"),
+)
 _PARTS = (
-    Column("part", "part of a step"), Column("before_ns", "first", "ns"), Column("after_ns", "second", "ns"),
-    Column("difference_ns", "difference", "ns"), Column("beyond", "beyond the spread"),
-)  # fmt: skip
-_OF_STEP = {"compute_only_ns": "compute only", "overlapped_ns": "overlapped", **{
-    name: f"exposed: {name.removesuffix('_ns').replace('_', ' ')}" for name in PARTS_OF_EXPOSED
-}}  # fmt: skip
+    Column("part", "part of a step"),
+    Column("before_ns", "first", "ns"),
+    Column("after_ns", "second", "ns"),
+    Column("difference_ns", "difference", "ns"),
+    Column("beyond", "beyond the spread"),
+)
+# columns of a record's tables `breakdown` and `idle` -> how they are called here
+_OF_STEP = {"compute_only_ns": "compute only", "overlapped_ns": "overlapped"}
+_OF_STEP |= {name: f"exposed: {name.removesuffix('_ns').replace('_', ' ')}" for name in PARTS_OF_EXPOSED}
 _OF_IDLE = {name: f"idle: {words}" for name, words in WORDS.items()}
 
 
@@ -49,11 +58,9 @@ def difference(
     Both are one rank's; they need not have equally many steps. `aten::mm` 24 ms in the first and 30 in the second:
     `{"difference_ns": 6e6, ...}`. Raises TraceError.
     """
-    tables = [
-        operators(trace, by_unit=by_unit, by_shape=by_shape, comm_patterns=comm_patterns) for trace in (first, second)
-    ]
     before, after = (
-        {(row["kind"], row["name"], row["shapes"], row["unit"]): row for row in table.rows} for table in tables
+        _by_name(operators(trace, by_unit=by_unit, by_shape=by_shape, comm_patterns=comm_patterns))
+        for trace in (first, second)
     )
     rows = [_row(key, before.get(key), after.get(key)) for key in {**before, **after}]
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
@@ -61,6 +68,11 @@ def difference(
     shown = {"unit": by_unit, "shapes": by_shape}
     columns = tuple(column for column in _COLUMNS if shown.get(column.key, True))
     return Table("difference", "Difference of operators and kernels", _sentence(rows, total), columns, tuple(rows))
+
+
+def _by_name(table: Table) -> dict[tuple[str, str, str, str], Row]:
+    """Rows of the table of operators by what tells them apart."""
+    return {(row["kind"], row["name"], row["shapes"], row["unit"]): row for row in table.rows}
 
 
 _OF_MODULES = (
@@ -82,16 +94,17 @@ def difference_by_module(first: Work | str | Path, second: Work | str | Path) ->
     """
     before, after = _by_module(first), _by_module(second)
     rows: list[Row] = []
-    for unit, kind in {**before, **after}:
-        times = [side.get((unit, kind), 0.0) for side in (before, after)]
+    for key in {**before, **after}:
+        unit, kind = key
+        before_ns, after_ns = before.get(key, 0.0), after.get(key, 0.0)
         rows.append(
             {
                 "unit": unit,
                 "kind": kind,
-                "before_ns": times[0],
-                "after_ns": times[1],
-                "difference_ns": times[1] - times[0],
-                "state": _state((unit, kind) in before, (unit, kind) in after),
+                "before_ns": before_ns,
+                "after_ns": after_ns,
+                "difference_ns": after_ns - before_ns,
+                "state": _state(key in before, key in after),
             }
         )
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
@@ -114,13 +127,15 @@ def _by_module(trace: Work | str | Path) -> dict[tuple[str, str], float]:
 def _of_modules(rows: Sequence[Row]) -> str:
     """The module that differs most, and by how much all of them do."""
     total = sum(row["difference_ns"] for row in rows)
-    way = [row for row in rows if row["difference_ns"] * total > 0]
-    if not way:
+    same_way = [row for row in rows if row["difference_ns"] * total > 0]
+    if not same_way:
         return "No module takes longer in one of the two."
-    most = way[0]
+    most = same_way[0]
+    module = most["unit"] or "What is in no module"
+    way = "more" if total > 0 else "less"
     return (
-        f"{most['unit'] or 'What is in no module'} differs most: {seconds(abs(most['difference_ns']) / 1e9)} a step"
-        f" {'more' if total > 0 else 'less'} in its {_PLURAL[most['kind']]}, of {seconds(abs(total) / 1e9)} in all."
+        f"{module} differs most: {seconds(abs(most['difference_ns']) / 1e9)} a step {way} in its"
+        f" {_PLURAL[most['kind']]}, of {seconds(abs(total) / 1e9)} in all."
     )
 
 
@@ -128,25 +143,32 @@ _PLURAL = {OPERATOR: "operators", KERNEL: "kernels", COMMUNICATION: "communicati
 
 
 def _state(in_first: bool, in_second: bool) -> str:
-    return "both" if in_first and in_second else "gone" if in_first else "new"
+    """Whether a row is of both runs, gone in the second, or new in it."""
+    if in_first and in_second:
+        return "both"
+    return "gone" if in_first else "new"
 
 
 def difference_of_steps(first: RunRecord, second: RunRecord) -> Table:
     """The parts of a mean step of two records, of each the rank that is exposed longest; they sum to the difference of
     the steps. The last row, loading data, lies inside the other parts, or before the step.
     """
-    sides = [_parts(record) for record in (first, second)]
+    before, after = _parts(first), _parts(second)
     rows = []
-    for part in dict.fromkeys([*sides[0], *sides[1]]):
-        values = [side.get(part, [0.0]) for side in sides]
-        before, after = map(fmean, values)
-        if before or after:
-            rows.append({
-                "part": part, "before_ns": before, "after_ns": after, "difference_ns": after - before,
-                "beyond": _apart(*values),
-            })  # fmt: skip
-    wholes = [[sum(parts) for parts in zip(*(of for name, of in side.items() if name != _LOADING))] for side in sides]
-    sentence = _of_steps(rows, _apart(*wholes))
+    for part in dict.fromkeys([*before, *after]):
+        values_before, values_after = before.get(part, [0.0]), after.get(part, [0.0])
+        mean_before, mean_after = fmean(values_before), fmean(values_after)
+        if mean_before or mean_after:
+            rows.append(
+                {
+                    "part": part,
+                    "before_ns": mean_before,
+                    "after_ns": mean_after,
+                    "difference_ns": mean_after - mean_before,
+                    "beyond": _apart(values_before, values_after),
+                }
+            )
+    sentence = _of_steps(rows, _apart(_wholes(before), _wholes(after)))
     return Table("step_difference", "Difference of the steps", sentence, _PARTS, tuple(rows))
 
 
@@ -158,50 +180,77 @@ def _parts(record: RunRecord) -> dict[str, list[float]]:
     worst = step_summary(record.table("breakdown"))
     if worst is None:
         return {}
-    tables = ("breakdown", "idle", "steps")
-    mine = {name: [row for row in record.table(name) if row["rank"] == worst.rank] for name in tables}
-    found = {words: [float(row.get(name) or 0) for row in mine["breakdown"]] for name, words in _OF_STEP.items()}
-    if mine["breakdown"] and mine["breakdown"][0].get("on_link_ns") is None:  # a record of before
-        found["exposed: on link"] = [float(row["exposed_ns"]) for row in mine["breakdown"]]
-    if mine["idle"]:
-        found |= {words: [float(row.get(name) or 0) for row in mine["idle"]] for name, words in _OF_IDLE.items()}
+    breakdown = [row for row in record.table("breakdown") if row["rank"] == worst.rank]
+    idle = [row for row in record.table("idle") if row["rank"] == worst.rank]
+    parts = {words: _column(breakdown, name) for name, words in _OF_STEP.items()}
+    if breakdown[0].get("on_link_ns") is None:  # a record of before
+        parts["exposed: on link"] = _column(breakdown, "exposed_ns")
+    if idle:
+        parts |= {words: _column(idle, name) for name, words in _OF_IDLE.items()}
     else:
-        found[_OF_IDLE["rest_ns"]] = [float(row["other_ns"]) for row in mine["breakdown"]]
-    steps = {row["step"] for row in mine["breakdown"]}
-    loading = [1e9 * row["loading_s"] for row in mine["steps"] if row["step"] in steps and row.get("loading_s")]
-    return found | ({_LOADING: loading} if loading else {})
+        parts[_OF_IDLE["rest_ns"]] = _column(breakdown, "other_ns")
+    steps = {row["step"] for row in breakdown}
+    loading = []
+    for row in record.table("steps"):
+        if row["rank"] == worst.rank and row["step"] in steps and row.get("loading_s"):
+            loading.append(1e9 * row["loading_s"])
+    if loading:
+        parts[_LOADING] = loading
+    return parts
+
+
+def _column(rows: Sequence[Row], name: str) -> list[float]:
+    return [float(row.get(name) or 0) for row in rows]
+
+
+def _wholes(parts: dict[str, list[float]]) -> list[float]:
+    """The length of each step: all its parts, but for loading data, which lies inside the others."""
+    of_step = [values for name, values in parts.items() if name != _LOADING]
+    return [sum(values) for values in zip(*of_step)]
 
 
 def _apart(before: Sequence[float], after: Sequence[float]) -> str:
     """Whether two ranges of at least two steps each do not touch."""
     if min(len(before), len(after)) < 2:
         return "one step"
-    return "yes" if max(before) < min(after) or max(after) < min(before) else "no"
+    is_apart = max(before) < min(after) or max(after) < min(before)
+    return "yes" if is_apart else "no"
 
 
 def _row(key: tuple[str, str, str, str], before: Row | None, after: Row | None) -> Row:
     kind, name, shapes, unit = key
     state = _state(before is not None, after is not None)
     nothing = {"time_ns": 0.0, "count": 0.0}
-    before, after = before or nothing, after or nothing
+    before = before or nothing
+    after = after or nothing
     return {
-        "kind": kind, "name": name, "shapes": shapes, "unit": unit, "before_ns": before["time_ns"],
-        "after_ns": after["time_ns"], "difference_ns": after["time_ns"] - before["time_ns"],
-        "before_count": before["count"], "after_count": after["count"], "state": state,
-    }  # fmt: skip
+        "kind": kind,
+        "name": name,
+        "shapes": shapes,
+        "unit": unit,
+        "before_ns": before["time_ns"],
+        "after_ns": after["time_ns"],
+        "difference_ns": after["time_ns"] - before["time_ns"],
+        "before_count": before["count"],
+        "after_count": after["count"],
+        "state": state,
+    }
+
+
+_IN_ONE_ONLY = {"new": ", which the first does not have", "gone": ", which the second does not have"}
 
 
 def _sentence(rows: Sequence[Row], total: float) -> str:
     """The difference in all, and of what makes it the most: of rows that go the same way."""
-    way = [row for row in rows if row["difference_ns"] * total > 0]
-    if not way:
+    same_way = [row for row in rows if row["difference_ns"] * total > 0]
+    if not same_way:
         return "Both runs spent the same time in every operator and kernel."
-    most = max(way, key=lambda row: abs(row["difference_ns"]))
-    state = {"new": ", which the first does not have", "gone": ", which the second does not have"}
+    most = max(same_way, key=lambda row: abs(row["difference_ns"]))
+    longer, more = ("longer", "more") if total > 0 else ("shorter", "less")
     return (
-        f"The second is {seconds(abs(total) / 1e9)} a step {'longer' if total > 0 else 'shorter'} in operators and"
+        f"The second is {seconds(abs(total) / 1e9)} a step {longer} in operators and"
         f" kernels; {short(most['name'])} makes the largest difference, {seconds(abs(most['difference_ns']) / 1e9)}"
-        f" {'more' if total > 0 else 'less'}{state.get(most['state'], '')}."
+        f" {more}{_IN_ONE_ONLY.get(most['state'], '')}."
     )
 
 
@@ -209,14 +258,20 @@ def _of_steps(rows: Sequence[Row], beyond: str) -> str:
     """Whether the steps differ beyond their spread, and the part that differs most: in the same direction, then."""
     parts = [row for row in rows if row["part"] != _LOADING]
     total = sum(row["difference_ns"] for row in parts)
-    same = beyond == "no" or not total
-    said = [row for row in parts if row["beyond"] != "no" and (same or row["difference_ns"] * total > 0)]
-    way = f"{seconds(abs(total) / 1e9)} {'longer' if total > 0 else 'shorter'}"
-    whole = "The steps do not differ beyond their spread" if same else f"A profiled step of the second is {way}"
-    if not said:
-        return (
-            f"{whole}, and neither does any part of them." if same else f"{whole}; no part differs beyond its spread."
-        )
-    most = max(said, key=lambda row: abs(row["difference_ns"]))
-    cost, less = seconds(abs(most["difference_ns"]) / 1e9), "more" if most["difference_ns"] > 0 else "less"
-    return f"{whole}; the part that changes most is {most['part']}, {cost} {less}."
+    is_same = beyond == "no" or not total
+    if is_same:
+        whole = "The steps do not differ beyond their spread"
+        nothing = ", and neither does any part of them."
+    else:
+        way = "longer" if total > 0 else "shorter"
+        whole = f"A profiled step of the second is {seconds(abs(total) / 1e9)} {way}"
+        nothing = "; no part differs beyond its spread."
+    worth_saying = []
+    for row in parts:
+        if row["beyond"] != "no" and (is_same or row["difference_ns"] * total > 0):
+            worth_saying.append(row)
+    if not worth_saying:
+        return f"{whole}{nothing}"
+    most = max(worth_saying, key=lambda row: abs(row["difference_ns"]))
+    way = "more" if most["difference_ns"] > 0 else "less"
+    return f"{whole}; the part that changes most is {most['part']}, {seconds(abs(most['difference_ns']) / 1e9)} {way}."

@@ -20,10 +20,10 @@ from fsdplab.profiling.tables.rates import DevicePeak, achieved, copies, rooflin
 from fsdplab.profiling.tables.table import Row, Table
 from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.events import read_events
+from fsdplab.profiling.traces.event_reader import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
-from fsdplab.profiling.traces.side_by_side import read_all
+from fsdplab.profiling.traces.side_by_side import Reading, read_all
 from fsdplab.profiling.traces.skew import on_axes, with_peers
 from fsdplab.records import RecordError, RunRecord
 
@@ -35,20 +35,26 @@ def tables_of_record(record: RunRecord, peak: DevicePeak = DevicePeak()) -> list
     (of traces with shapes) and (of a GPU) copies and launches; of one rank where a table is of one: the rank that is
     exposed longest. Raises RecordError for a record without traces, TraceError for damaged ones.
     """
-    link, analyses, shown = record.summary.link, analyses_of(record, traces_of(record)), _work_of_worst(record)
+    analyses = analyses_of(record, traces_of(record))
+    work = _work_of_worst(record)
 
     def rows(table: str) -> list[Row]:
         """Of the record; of its traces where an earlier version recorded it."""
-        return record.table(table) or [row for each in analyses for row in each.rows(table)]
+        return record.table(table) or [row for analysis in analyses for row in analysis.rows(table)]
 
-    return [
+    link = record.summary.link
+    link_bytes_per_s = link.bytes_per_s if link else None
+    tables = [
         _critical_path(analyses),
         idle_time(rows("idle"), rows("breakdown")),
-        bandwidths_by_size(rows("collectives"), record.spec["world_size"], link.bytes_per_s if link else None),
-        operators(shown, by_unit=True),
-        *([achieved(shown, peak), roofline(shown, peak)] if shown.found.shapes else []),
-        *([copies(shown), launches(shown)] if shown.found.on_gpu else []),
+        bandwidths_by_size(rows("collectives"), record.spec["world_size"], link_bytes_per_s),
+        operators(work, by_unit=True),
     ]
+    if work.found.shapes:
+        tables += [achieved(work, peak), roofline(work, peak)]
+    if work.found.on_gpu:
+        tables += [copies(work), launches(work)]
+    return tables
 
 
 def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
@@ -66,7 +72,8 @@ def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
 
 def _work_of_worst(record: RunRecord) -> Work:
     """The work of the rank that is exposed longest."""
-    traces, worst = traces_of(record), step_summary(record.table("breakdown"))
+    traces = traces_of(record)
+    worst = step_summary(record.table("breakdown"))
     rank = worst.rank if worst is not None and worst.rank in traces else min(traces)
     trace = traces[rank]
     if not trace.exists():
@@ -77,14 +84,14 @@ def _work_of_worst(record: RunRecord) -> Work:
 def _device_of(record: RunRecord, rank: int) -> int | None:
     """The device that stands for a rank, where a process drives several; None where it drives one."""
     analyses = record.analyses if isinstance(record, TracedRecord) else ()
-    return next((each.only_device for each in analyses if each.rank == rank), None)
+    return next((analysis.only_device for analysis in analyses if analysis.rank == rank), None)
 
 
 @lru_cache(maxsize=8)
 def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...], device: int | None) -> Work:
     """Kept, as a page shows a run's own tables, and its difference to several others."""
-    found = read_events(trace, patterns, shapes=True)
-    return work_of(found if device is None else found.of_device(device))
+    events = read_events(trace, patterns, shapes=True)
+    return work_of(events if device is None else events.of_device(device))
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:
@@ -104,13 +111,18 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
     if isinstance(record, TracedRecord):
         return list(record.analyses)
     first = min((row["step"] for row in record.table("breakdown")), default=None)
-
-    told = {"first_step": first, "comm_patterns": _patterns(record)}
-    rows = {name: grouped(record.table(name), itemgetter("rank")) for name in ("ledger", "life")}
-    mine = {rank: {name: of_rank.get(rank, []) for name, of_rank in rows.items()} for rank in traces}
-    found = read_all([(path, {"rank": rank, **told, **mine[rank]}) for rank, path in traces.items()])
+    ledger = grouped(record.table("ledger"), itemgetter("rank"))
+    life = grouped(record.table("life"), itemgetter("rank"))
+    readings: list[Reading] = []
+    for rank, path in traces.items():
+        options = {"rank": rank, "first_step": first, "comm_patterns": _patterns(record)}
+        options |= {"ledger": ledger.get(rank, []), "life": life.get(rank, [])}
+        readings.append((path, options))
+    analyses = read_all(readings)
     is_own_run = record.spec.get("strategy") in STRATEGY_ROWS and "job" not in record.spec
-    return with_peers([on_axes(each, record.spec) for each in found] if is_own_run else found)
+    if is_own_run:
+        analyses = [on_axes(analysis, record.spec) for analysis in analyses]
+    return with_peers(analyses)
 
 
 def _patterns(record: RunRecord) -> Sequence[str]:

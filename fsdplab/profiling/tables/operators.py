@@ -20,10 +20,15 @@ from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, KINDS, OPERATOR, Work, work_in
 
 _COLUMNS = (
-    Column("kind", "kind"), Column("name", "name"), Column("shapes", "given"), Column("unit", "unit"),
+    Column("kind", "kind"),
+    Column("name", "name"),
+    Column("shapes", "given"),
+    Column("unit", "unit"),
     Column("time_ns", "time a step", "ns"),
-    Column("count", "calls a step", "count"), Column("mean_ns", "time a call", "ns"), Column("share", "share", "share"),
-)  # fmt: skip
+    Column("count", "calls a step", "count"),
+    Column("mean_ns", "time a call", "ns"),
+    Column("share", "share", "share"),
+)
 
 
 def operators(
@@ -37,36 +42,53 @@ def operators(
     """
     work = work_in(trace, comm_patterns, shapes=by_shape)
     rows = _rows(work, by_unit, by_shape)
-    kind = KERNEL if any(row["kind"] == KERNEL for row in rows) else OPERATOR
-    most = next((row for row in rows if row["kind"] == kind), None)
-    unit = f" of {most['unit']}" if most and most["unit"] else ""
-    sentence = "Nothing was computed in the profiled steps." if most is None else (
-        f"{short(most['name'])}{unit} takes {most['share']:.0%} of the {kind}s' time:"
-        f" {seconds(most['time_ns'] / 1e9)} a step in {most['count']:.3g} calls."
-    )  # fmt: skip
     shown = {"unit": by_unit, "shapes": by_shape}
     columns = tuple(column for column in _COLUMNS if shown.get(column.key, True))
-    return Table("operators", "Operators and kernels", sentence, columns, tuple(rows))
+    return Table("operators", "Operators and kernels", _sentence(rows), columns, tuple(rows))
+
+
+def _sentence(rows: Sequence[Row]) -> str:
+    """The kernel, or without a device the operator, that takes longest."""
+    kind = KERNEL if any(row["kind"] == KERNEL for row in rows) else OPERATOR
+    most = next((row for row in rows if row["kind"] == kind), None)
+    if most is None:
+        return "Nothing was computed in the profiled steps."
+    unit = f" of {most['unit']}" if most["unit"] else ""
+    return (
+        f"{short(most['name'])}{unit} takes {most['share']:.0%} of the {kind}s' time:"
+        f" {seconds(most['time_ns'] / 1e9)} a step in {most['count']:.3g} calls."
+    )
 
 
 def _rows(work: Work, by_unit: bool, by_shape: bool) -> list[Row]:
-    nothing, numbers = np.zeros_like(work.unit), {"": 0}
-    shape = [numbers.setdefault(each, len(numbers)) for each in work.shapes] if by_shape else nothing
-    keys = np.stack([work.kind, work.found.name[work.rows], work.unit if by_unit else nothing, shape])
+    """A row for each kind and name, and where asked for each unit and shape."""
+    numbers = {"": 0}
+    unit = work.unit if by_unit else np.zeros_like(work.unit)
+    shape: np.ndarray | list[int] = np.zeros_like(work.unit)
+    if by_shape:
+        shape = [numbers.setdefault(given, len(numbers)) for given in work.shapes]
     shapes = list(numbers)
-    groups, index = np.unique(keys, axis=1, return_inverse=True)
-    index = index.reshape(-1)
-    own, counts = np.bincount(index, work.own_ns).tolist(), np.bincount(index).tolist()
-    of_kind = np.bincount(work.kind, work.own_ns, minlength=len(KINDS)).tolist()
+    keys = np.stack([work.kind, work.found.name[work.rows], unit, shape])
+    groups, group_of = np.unique(keys, axis=1, return_inverse=True)
+    group_of = group_of.reshape(-1)
+    own_ns = np.bincount(group_of, work.own_ns).tolist()
+    counts = np.bincount(group_of).tolist()
+    ns_of_kind = np.bincount(work.kind, work.own_ns, minlength=len(KINDS)).tolist()
     rows = []
-    for at in sorted(range(len(own)), key=lambda at: -own[at]):
-        kind, name, unit, given = groups[:, at].tolist()
-        rows.append({
-            "kind": KINDS[kind], "name": work.found.names[name], "shapes": dimensions(shapes[given]),
-            "unit": work.units[unit] if by_unit else "",
-            "time_ns": own[at] / work.steps, "count": counts[at] / work.steps, "mean_ns": own[at] / counts[at],
-            "share": own[at] / of_kind[kind] if of_kind[kind] else 0.0,
-        })  # fmt: skip
+    for group in sorted(range(len(own_ns)), key=lambda group: -own_ns[group]):
+        kind, name, unit_number, shape_number = groups[:, group].tolist()
+        rows.append(
+            {
+                "kind": KINDS[kind],
+                "name": work.found.names[name],
+                "shapes": dimensions(shapes[shape_number]),
+                "unit": work.units[unit_number] if by_unit else "",
+                "time_ns": own_ns[group] / work.steps,
+                "count": counts[group] / work.steps,
+                "mean_ns": own_ns[group] / counts[group],
+                "share": own_ns[group] / ns_of_kind[kind] if ns_of_kind[kind] else 0.0,
+            }
+        )
     return rows
 
 
@@ -77,18 +99,24 @@ def dimensions(shapes: str) -> str:
     """The tensors that an operator was given: `dimensions('[[[4, 8], [], [8, 2]], null]')` is `4x8, 8x2`; of the same
     shape after each other `3 of 4x8`.
     """
-    given = json.loads(shapes)[0] if shapes else []
-    listed = [_tensor(each) for each in given if isinstance(each, list) and each]
-    told: list[str] = []
-    for text, alike in groupby(listed):
+    if not shapes:
+        return ""
+    tensors = [_tensor(dims) for dims in json.loads(shapes)[0] if isinstance(dims, list) and dims]
+    texts: list[str] = []
+    for text, alike in groupby(tensors):
         many = len(list(alike))
-        told += [f"{many} of {text}"] if many > _LISTED else [text] * many
-    return ", ".join(told)
+        if many > _LISTED:
+            texts.append(f"{many} of {text}")
+        else:
+            texts += [text] * many
+    return ", ".join(texts)
 
 
 def _tensor(dims: list[Any]) -> str:
-    """A list of tensors by their number."""
-    return f"{len(dims)} tensors" if isinstance(dims[0], list) else "x".join(map(str, dims))
+    """`4x8`; a list of tensors by their number."""
+    if isinstance(dims[0], list):
+        return f"{len(dims)} tensors"
+    return "x".join(map(str, dims))
 
 
 def short(name: str, most: int = 60) -> str:
@@ -109,12 +137,15 @@ def short(name: str, most: int = 60) -> str:
 
 
 _OF_STREAMS = (
-    Column("stream", "stream"), Column("launches", "launches a step", "count"),
-    Column("delay_median_ns", "delay, median", "ns"), Column("delay_p95_ns", "delay, 95th percentile", "ns"),
+    Column("stream", "stream"),
+    Column("launches", "launches a step", "count"),
+    Column("delay_median_ns", "delay, median", "ns"),
+    Column("delay_p95_ns", "delay, 95th percentile", "ns"),
     Column("short_kernels", "shorter than their launch", "share"),
-    Column("queue_mean", "queued, mean", "count"), Column("queue_most", "queued, most", "count"),
+    Column("queue_mean", "queued, mean", "count"),
+    Column("queue_most", "queued, most", "count"),
     Column("queue_empty", "launched into an empty queue", "share"),
-)  # fmt: skip
+)
 _HOST_BOUND = 0.5  # part of launches into an empty queue from which on the host sets the pace
 
 
@@ -129,21 +160,32 @@ def launches(trace: Work | str | Path, *, comm_patterns: Sequence[str] = ()) -> 
 
 
 def _streams(work: Work) -> list[Row]:
-    found, calls = work.found, work.found.launched_by[work.rows]
-    launched = work.of_kind(KERNEL, COMMUNICATION, COPY) & (calls >= 0)
+    """A row for each stream on which the trace shows launched work."""
+    events = work.found
+    calls = events.launched_by[work.rows]
+    is_launched = work.of_kind(KERNEL, COMMUNICATION, COPY) & (calls >= 0)
+    names = [events.threads[thread][1] for thread in events.thread[work.rows].tolist()]
+    streams = np.array(names, dtype=object)
     rows = []
-    streams = np.array([found.threads[thread][1] for thread in found.thread[work.rows].tolist()], dtype=object)
-    for stream in dict.fromkeys(streams[launched].tolist()):
-        mine = launched & (streams == stream)
-        call, start, end = calls[mine], found.start[work.rows[mine]], found.end[work.rows[mine]]
-        delay = np.maximum(0, start - found.end[call])
-        queued, mean = _queue(found.start[call], start)
-        rows.append({
-            "stream": str(stream), "launches": len(start) / work.steps,
-            "delay_median_ns": float(np.median(delay)), "delay_p95_ns": float(np.percentile(delay, 95)),
-            "short_kernels": float(np.mean(end - start < found.end[call] - found.start[call])),
-            "queue_mean": mean, "queue_most": int(queued.max()), "queue_empty": float(np.mean(queued == 1)),
-        })  # fmt: skip
+    for stream in dict.fromkeys(streams[is_launched].tolist()):
+        of_stream = is_launched & (streams == stream)
+        started, ended = events.start[work.rows[of_stream]], events.end[work.rows[of_stream]]
+        called, returned = events.start[calls[of_stream]], events.end[calls[of_stream]]
+        delay = np.maximum(0, started - returned)
+        is_short = ended - started < returned - called
+        queued, queue_mean = _queue(called, started)
+        rows.append(
+            {
+                "stream": str(stream),
+                "launches": len(started) / work.steps,
+                "delay_median_ns": float(np.median(delay)),
+                "delay_p95_ns": float(np.percentile(delay, 95)),
+                "short_kernels": float(np.mean(is_short)),
+                "queue_mean": queue_mean,
+                "queue_most": int(queued.max()),
+                "queue_empty": float(np.mean(queued == 1)),
+            }
+        )
     return rows
 
 
@@ -151,23 +193,24 @@ def _queue(calls: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, float]:
     """How many were queued right after each launch, itself included, and the mean over time; the first call comes
     before the first start.
     """
-    calls, starts = np.sort(calls), np.sort(np.maximum(starts, calls))
-    queued = np.searchsorted(calls, calls, side="right") - np.searchsorted(starts, calls, side="left")
+    starts = np.sort(np.maximum(starts, calls))
+    calls = np.sort(calls)
+    launched = np.searchsorted(calls, calls, side="right")
+    started = np.searchsorted(starts, calls, side="left")
     lasted = max(int(starts[-1] - calls[0]), 1)
-    return queued, float((starts - calls).sum() / lasted)
+    return launched - started, float((starts - calls).sum() / lasted)
 
 
 def _of_launches(work: Work, rows: Sequence[Row]) -> str:
+    """Whether the host sets the pace, on the stream with most launches."""
     if not work.of_kind(KERNEL, COMMUNICATION, COPY).any():
         return "This trace has no work of a device: on CPU ranks the host itself computes, and launches nothing."
     if not rows:
         return "The trace does not show which call launched what: it has no correlation numbers."
     busiest = rows[0]
-    pace = (
-        "the host sets the pace (compile, use CUDA graphs, or give each launch more work)"
-        if busiest["queue_empty"] >= _HOST_BOUND
-        else "the host runs ahead, as it should"
-    )
+    pace = "the host runs ahead, as it should"
+    if busiest["queue_empty"] >= _HOST_BOUND:
+        pace = "the host sets the pace (compile, use CUDA graphs, or give each launch more work)"
     return (
         f"On stream {busiest['stream']} work starts {seconds(busiest['delay_median_ns'] / 1e9)} after its launch"
         f" (median), and {busiest['queue_empty']:.0%} of launches found an empty queue: {pace}."

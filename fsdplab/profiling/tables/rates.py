@@ -19,7 +19,7 @@ from fsdplab.common.sizes import flops_per_s, percent, seconds, size
 from fsdplab.profiling.tables.operators import dimensions, short
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import COPY, KERNEL, Work, bytes_of, flops_of
-from fsdplab.profiling.traces.events import number_format
+from fsdplab.profiling.traces.tensor_types import number_format
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,26 @@ def counted(work: Work, peak: DevicePeak = DevicePeak()) -> Counted:
         name, shapes = _operator_name(work, element), work.shapes[element]
         products = flops_of(name, shapes) if once else 0
         product_format = _format_of_product(work, element)
-        rate = peak.flops_per_s.get(product_format)
         flops.append(products)
         nbytes.append(bytes_of(name, shapes) if once else 0)
-        at_peak_s.append(products / rate if rate else np.nan if products else 0.0)
+        at_peak_s.append(_seconds_at(products, peak.flops_per_s.get(product_format)))
         formats.append(product_format)
-    columns = [np.array(column, dtype=np.float64) for column in (flops, nbytes, at_peak_s)]
-    return Counted(elements, work.own_ns[elements], is_first, columns[0], columns[1], columns[2], formats)
+    return Counted(
+        elements=elements,
+        time_ns=work.own_ns[elements],
+        is_first=is_first,
+        flops=np.array(flops, dtype=np.float64),
+        nbytes=np.array(nbytes, dtype=np.float64),
+        at_peak_s=np.array(at_peak_s, dtype=np.float64),
+        formats=formats,
+    )
+
+
+def _seconds_at(products: int, rate: float | None) -> float:
+    """How long products take at a rate; NaN where the rate is not known, unless there are none."""
+    if rate:
+        return products / rate
+    return np.nan if products else 0.0
 
 
 def _first_of_operator(operators: np.ndarray) -> np.ndarray:
@@ -112,10 +125,14 @@ def _format_of_product(work: Work, element: int) -> str:
 
 _COVERED = 0.9  # part of the time of computing that counted operators must take, for a sentence about all of it
 _OF_UNITS = (
-    Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "products a step", "FLOP"),
-    Column("flops_per_s", "achieved", "FLOP/s"), Column("of_flops", "of the peak", "share"),
-    Column("bytes_per_s", "bytes given/s", "bytes/s"), Column("of_bytes", "of the memory's", "share"),
-)  # fmt: skip
+    Column("unit", "unit"),
+    Column("time_ns", "computing a step", "ns"),
+    Column("flops", "products a step", "FLOP"),
+    Column("flops_per_s", "achieved", "FLOP/s"),
+    Column("of_flops", "of the peak", "share"),
+    Column("bytes_per_s", "bytes given/s", "bytes/s"),
+    Column("of_bytes", "of the memory's", "share"),
+)
 
 
 def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
@@ -125,13 +142,14 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     longer. A unit that does 2e9 operations in 10 ms achieves 2e11 a second: a fifth of a device of 1e12.
     """
     counts = counted(work, peak)
-    rows = [
-        row for row in _sums(counts, work.unit[counts.elements], len(work.units), work.steps, peak) if row["time_ns"]
-    ]
-    for row in rows:
-        row["unit"] = work.units[row["group"]]
+    rows = []
+    for row in _sums(counts, work.unit[counts.elements], len(work.units), work.steps, peak):
+        if row["time_ns"]:
+            row["unit"] = work.units[row["group"]]
+            rows.append(row)
     rows.sort(key=lambda row: -row["time_ns"])
-    is_counted = np.array([flops_of(_operator_name(work, at), work.shapes[at]) > 0 for at in counts.elements], bool)
+    counted_ones = [flops_of(_operator_name(work, element), work.shapes[element]) > 0 for element in counts.elements]
+    is_counted = np.array(counted_ones, dtype=bool)
     covered_ns = float(counts.time_ns[is_counted].sum() / work.steps)
     return Table("achieved", "Achieved rates", _of_units(rows, covered_ns), _OF_UNITS, tuple(rows), _notes(peak))
 
@@ -140,10 +158,8 @@ def _sums(counts: Counted, groups: np.ndarray, many: int, steps: int, peak: Devi
     """A row for each group: time, calls, operations and bytes of a step, and the rates."""
     columns = (counts.time_ns, counts.is_first, counts.flops, counts.nbytes, counts.at_peak_s)
     sums = [np.bincount(groups, column, minlength=many) / steps for column in columns]
-    return [
-        {"group": group, **_rates(values, peak)}
-        for group, values in enumerate(zip(*(column.tolist() for column in sums)))
-    ]
+    by_group = zip(*(column.tolist() for column in sums))
+    return [{"group": group, **_rates(values, peak)} for group, values in enumerate(by_group)]
 
 
 def _rates(sums: Sequence[float], peak: DevicePeak) -> dict[str, Any]:
@@ -179,7 +195,8 @@ def _of_units(rows: Sequence[Row], covered_ns: float) -> str:
     known = [row for row in rows if row["flops"]]
     if not known:
         return _NO_SHAPES
-    total, spent = sum(row["flops"] for row in known), sum(row["time_ns"] for row in rows)
+    total = sum(row["flops"] for row in known)
+    spent = sum(row["time_ns"] for row in rows)
     if covered_ns < _COVERED * spent:
         rate = flops_per_s(total / max(covered_ns / 1e9, 1e-9))
         return (
@@ -187,7 +204,7 @@ def _of_units(rows: Sequence[Row], covered_ns: float) -> str:
             f" of the time of computing, and achieve {rate} in it; of the rest the operations are not known."
         )
     best = max(known, key=lambda row: row["flops_per_s"])
-    share = f", {best['of_flops']:.0%} of the device's peak" if best["of_flops"] is not None else ""
+    share = "" if best["of_flops"] is None else f", {best['of_flops']:.0%} of the device's peak"
     return (
         f"Computing achieves {flops_per_s(total / (spent / 1e9))} over all units; fastest is"
         f" {best['unit'] or 'what is in no unit'} with {flops_per_s(best['flops_per_s'])}{share}."
@@ -201,12 +218,19 @@ _NO_SHAPES = "The trace does not say what its operators were given: profile with
 
 
 _OF_SHAPES = (
-    Column("name", "operator"), Column("shapes", "given"), Column("format", "format"),
-    Column("time_ns", "time a step", "ns"), Column("share", "share", "share"), Column("count", "calls a step", "count"),
-    Column("flops_per_s", "achieved", "FLOP/s"), Column("of_flops", "of the peak", "share"),
-    Column("bytes_per_s", "bytes given/s", "bytes/s"), Column("of_bytes", "of the memory's", "share"),
-    Column("intensity", "FLOP a byte", "count"), Column("bound", "limited by"),
-)  # fmt: skip
+    Column("name", "operator"),
+    Column("shapes", "given"),
+    Column("format", "format"),
+    Column("time_ns", "time a step", "ns"),
+    Column("share", "share", "share"),
+    Column("count", "calls a step", "count"),
+    Column("flops_per_s", "achieved", "FLOP/s"),
+    Column("of_flops", "of the peak", "share"),
+    Column("bytes_per_s", "bytes given/s", "bytes/s"),
+    Column("of_bytes", "of the memory's", "share"),
+    Column("intensity", "FLOP a byte", "count"),
+    Column("bound", "limited by"),
+)
 
 
 def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
@@ -219,7 +243,8 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     numbers: dict[tuple[str, str, str], int] = {}
     keys = [_key_of_shape(work, counts, place) for place in range(len(counts.elements))]
     groups = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-    rows, whole = _sums(counts, groups, len(numbers), work.steps, peak), float(counts.time_ns.sum()) / work.steps
+    rows = _sums(counts, groups, len(numbers), work.steps, peak)
+    whole = float(counts.time_ns.sum()) / work.steps
     for row, (name, shapes, format_) in zip(rows, numbers):
         row |= {"name": name, "shapes": dimensions(shapes), "format": format_}
         row["share"] = _ratio(row["time_ns"], whole) or 0.0

@@ -14,22 +14,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdplab.profiling.intervals import covered, pairs
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
-from fsdplab.profiling.traces.events import CONVOLUTIONS, Events, Kind, known, read_events, tensor_bytes
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.event_reader import CONVOLUTIONS, read_events
+from fsdplab.profiling.traces.events import Events, known
 from fsdplab.profiling.traces.modules import Modules
 from fsdplab.profiling.traces.segments import Segments
+from fsdplab.profiling.traces.tensor_types import tensor_bytes
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
 KINDS = (OPERATOR, KERNEL, COMMUNICATION, COPY)
 _KIND_OF = {
-    Kind.OPERATOR: OPERATOR, Kind.KERNEL: KERNEL, Kind.COMM: COMMUNICATION,
-    Kind.COPY: COPY, Kind.DEVICE_COPY: COPY,
-}  # fmt: skip
+    Kind.OPERATOR: OPERATOR,
+    Kind.KERNEL: KERNEL,
+    Kind.COMM: COMMUNICATION,
+    Kind.COPY: COPY,
+    Kind.DEVICE_COPY: COPY,
+}
 
 
 @dataclass(frozen=True)
@@ -80,60 +87,99 @@ def work_in(trace: Work | str | Path, comm_patterns: Sequence[str] = (), shapes:
     return trace if isinstance(trace, Work) else work_of(read_events(trace, comm_patterns, shapes=shapes))
 
 
-def work_of(found: Events) -> Work:
+def work_of(events: Events) -> Work:
     """The named work of events that have been read; TraceError where there is none."""
-    rows = found.rows(*_KIND_OF)
-    kinds = np.array([KINDS.index(_KIND_OF[kind]) if kind in _KIND_OF else -1 for kind in Kind])[found.kind[rows]]
-    counts = (kinds > 0) | np.isin(found.thread[rows], found.compute_threads)
-    rows, kinds = rows[counts], kinds[counts]
+    rows, kinds = _rows_of_work(events)
     if not len(rows):
-        raise TraceError(f"{found.path} has no operators and no work of a device, so there is nothing to list.")
-    launched = found.of_launch(found.start, rows)
-    begun = np.where((kinds > 0) & known(launched), launched, found.start[rows])
-    steps = pairs([step[1:] for step in found.steps])
-    kept = covered(steps + [0, 1], begun) if len(steps) else np.ones(len(rows), dtype=bool)  # their ends count, too
-    operators = rows[kinds == 0]
-    own, around = _nested(found, operators, found.launched_by[rows[kinds > 0]])
-    own_ns = found.end[rows] - found.start[rows]
-    own_ns[kinds == 0] = [own[row] for row in operators.tolist()]
-    operator = np.where(kinds == 0, rows, [around.get(call, -1) for call in found.launched_by[rows].tolist()])
+        raise TraceError(f"{events.path} has no operators and no work of a device, so there is nothing to list.")
+    is_operator = kinds == 0
+    launched = events.of_launch(events.start, rows)
+    begun = np.where(~is_operator & known(launched), launched, events.start[rows])
+
+    operators = rows[is_operator]
+    nesting = _nested(events, operators, events.launched_by[rows[~is_operator]])
+    own_ns = events.end[rows] - events.start[rows]
+    own_ns[is_operator] = [nesting.own_ns[row] for row in operators.tolist()]
+    launching = [nesting.around.get(call, -1) for call in events.launched_by[rows].tolist()]
+    operator = np.where(is_operator, rows, launching)
+
+    steps = pairs([(window.start, window.end) for window in events.steps])
+    is_kept: np.ndarray = np.ones(len(rows), dtype=bool)
+    if len(steps):
+        is_kept = covered(steps + [0, 1], begun)  # their ends count, too
     numbers: dict[str, int] = {}
-    units = Segments(found, found.steps).units_at(begun[kept])
-    unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
+    units = Segments(events, events.steps).units_at(begun[is_kept])
+    unit = np.array([numbers.setdefault(name, len(numbers)) for name in units], dtype=np.int64)
     return Work(
-        found, rows[kept], kinds[kept], unit, list(numbers), own_ns[kept], operator[kept],
-        _communicates(found, rows[kept]), max(1, len(steps)),
-    )  # fmt: skip
+        found=events,
+        rows=rows[is_kept],
+        kind=kinds[is_kept],
+        unit=unit,
+        units=list(numbers),
+        own_ns=own_ns[is_kept],
+        operator=operator[is_kept],
+        communicates=_communicates(events, rows[is_kept]),
+        steps=max(1, len(steps)),
+    )
 
 
-def _communicates(found: Events, rows: np.ndarray) -> np.ndarray:
+def _rows_of_work(events: Events) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of operators and of a device's work, the position of each one's kind in `KINDS`)."""
+    positions: np.ndarray = np.full(len(Kind), -1)
+    for kind, name in _KIND_OF.items():
+        positions[kind] = KINDS.index(name)
+    rows = events.rows(*_KIND_OF)
+    kinds = positions[events.kind[rows]]
+    is_of_device = kinds > 0
+    counts = is_of_device | np.isin(events.thread[rows], events.compute_threads)
+    return rows[counts], kinds[counts]
+
+
+def _communicates(events: Events, rows: np.ndarray) -> np.ndarray:
     """Which rows are operators that begin where their thread copies for a collective."""
-    apart: np.ndarray = np.zeros(len(rows), dtype=bool)
-    for thread, spans in communicating(found).items():
-        own = (found.thread[rows] == thread) & (found.kind[rows] == Kind.OPERATOR)
-        apart[own] = covered(spans, found.start[rows[own]])
-    return apart
+    communicates: np.ndarray = np.zeros(len(rows), dtype=bool)
+    is_operator = events.kind[rows] == Kind.OPERATOR
+    for thread, spans in communicating(events).items():
+        of_thread = is_operator & (events.thread[rows] == thread)
+        communicates[of_thread] = covered(spans, events.start[rows[of_thread]])
+    return communicates
 
 
-def _nested(found: Events, operators: np.ndarray, calls: np.ndarray) -> tuple[dict[int, int], dict[int, int]]:
-    """(ns of each operator without the operators inside it, the innermost operator around each launching call)."""
+class _Nesting(NamedTuple):
+    """How operators lie inside each other, by their rows: the time of each without the operators inside it, and the
+    innermost operator around each launching call (-1 for none).
+    """
+
+    own_ns: dict[int, int]
+    around: dict[int, int]
+
+
+def _nested(events: Events, operators: np.ndarray, calls: np.ndarray) -> _Nesting:
     rows = np.concatenate([operators, np.unique(calls[calls >= 0])])
-    order = np.lexsort((-found.end[rows], found.start[rows], found.thread[rows]))
-    columns = (each[rows[order]].tolist() for each in (found.thread, found.start, found.end))
-    own: dict[int, int] = {}
-    around: dict[int, int] = {}
-    stack: list[tuple[int, int, int]] = []  # row, thread, end
-    for row, computes, thread, start, end in zip(rows[order].tolist(), (order < len(operators)).tolist(), *columns):
-        while stack and (stack[-1][1] != thread or stack[-1][2] <= start):
-            stack.pop()
-        if not computes:
-            around[row] = stack[-1][0] if stack else -1
+    order = np.lexsort((-events.end[rows], events.start[rows], events.thread[rows]))
+    in_order = rows[order]
+    is_operator = order < len(operators)
+    nesting = _Nesting({}, {})
+    own_ns, around = nesting
+    open_operators: list[tuple[int, int, int]] = []  # row, thread, end
+    for row, opens, thread, start, end in zip(
+        in_order.tolist(),
+        is_operator.tolist(),
+        events.thread[in_order].tolist(),
+        events.start[in_order].tolist(),
+        events.end[in_order].tolist(),
+    ):
+        while open_operators and (open_operators[-1][1] != thread or open_operators[-1][2] <= start):
+            open_operators.pop()
+        outer, _, outer_end = open_operators[-1] if open_operators else (-1, thread, start)
+        if not opens:
+            around[row] = outer
             continue
-        if stack:
-            own[stack[-1][0]] -= min(end, stack[-1][2]) - start
-        own[row] = end - start
-        stack.append((row, thread, end))
-    return own, around
+        if outer >= 0:
+            own_ns[outer] -= min(end, outer_end) - start
+        own_ns[row] = end - start
+        open_operators.append((row, thread, end))
+    return nesting
 
 
 # ---- what an operator does, from what it was given
@@ -147,8 +193,11 @@ def flops_of(name: str, shapes: str) -> int:
     128
     """
     count = _COUNTED.get(name.removeprefix("aten::"))
+    if count is None or not shapes:
+        return 0
     try:
-        return count(*json.loads(shapes)[::2]) if count and shapes else 0
+        dims_and_values = json.loads(shapes)[::2]  # the types stand between them
+        return count(*dims_and_values)
     except (IndexError, TypeError, ValueError):  # shapes of another form than the operator's own
         return 0
 
@@ -160,12 +209,14 @@ def bytes_of(name: str, shapes: str) -> int:
     >>> bytes_of("aten::relu", '[[[4, 8]], ["float"]]'), bytes_of("aten::view", '[[[4, 8]], ["float"]]')
     (128, 0)
     """
-    reads = shapes and name.removeprefix("aten::") not in _READ_NOTHING
-    dims, types, *_ = json.loads(shapes) if reads else ([], [])
+    if not shapes or name.removeprefix("aten::") in _READ_NOTHING:
+        return 0
+    dims, types, *_ = json.loads(shapes)
     return sum(map(tensor_bytes, dims or [], types or []))
 
 
 def _product(a: list[int], b: list[int]) -> int:
+    """2 M K N: of matrices of [M, K] and [K, N]; a batch of them has one more dimension."""
     return 2 * math.prod(a) * b[-1]
 
 
@@ -173,12 +224,17 @@ def _convolution(given: list[list[int]], values: list[str] | None = None) -> int
     """2 N K C/groups R S P Q: of an input of [N, C, H, W] and a weight of [K, C/groups, R, S]. How large the output is
     (P, Q) follows from stride and padding, where the trace says these; else it is as large as the input.
     """
-    (batch, _, *space), (_, _, *kernel) = given[:2]
+    image, weight = given[:2]
+    batch, _, *space = image
+    _, _, *kernel = weight
     padding, stride, dilation = (_numbers(text, len(space)) for text in _geometry(values))
     if padding and stride and dilation:
-        reach = [wide * (size - 1) + 1 for wide, size in zip(dilation, kernel)]
-        space = [(size + 2 * pad - whole) // step + 1 for size, pad, whole, step in zip(space, padding, reach, stride)]
-    return 2 * batch * math.prod(given[1]) * math.prod(space)
+        output = []
+        for size, width, pad, step, apart in zip(space, kernel, padding, stride, dilation):
+            reach = apart * (width - 1) + 1
+            output.append((size + 2 * pad - reach) // step + 1)
+        space = output
+    return 2 * batch * math.prod(weight) * math.prod(space)
 
 
 def _geometry(values: list[str] | None) -> list[str]:
@@ -188,8 +244,11 @@ def _geometry(values: list[str] | None) -> list[str]:
 
 
 def _numbers(text: str, many: int) -> list[int]:
-    found = [int(number) for number in re.findall(r"\d+", text)]
-    return found * many if len(found) == 1 else found if len(found) == many else []
+    """So many numbers of a text, one for each dimension or one for all; [] where it has another number of them."""
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    if len(numbers) == 1:
+        return numbers * many
+    return numbers if len(numbers) == many else []
 
 
 def _convolution_backward(given: list[list[int]]) -> int:
@@ -205,6 +264,7 @@ def _heads_last(query: list[int], key: list[int], value: list[int]) -> int:
 
 
 def _attention(query: list[int], key: list[int], value: list[int]) -> int:
+    """Attention of tensors of [batch, heads, sequence, head size]: query times key, and the scores times value."""
     return 2 * math.prod(query) * key[-2] + 2 * math.prod(query[:-1]) * key[-2] * value[-1]
 
 
@@ -214,11 +274,12 @@ def _attention_backward(given: list[list[int]]) -> int:
 
 
 _READ_NOTHING = {
-    "view", "reshape", "transpose", "t", "slice", "split", "split_with_sizes", "select", "expand", "as_strided",
-    "detach", "detach_", "unsqueeze", "squeeze", "chunk", "permute", "alias", "narrow", "resize_", "empty_like",
-    "empty_strided", "unbind", "flatten", "linear", "matmul", "_unsafe_view", "view_as", "contiguous", "to", "_to_copy",
-    "zero_", "fill_", "set_", "record_stream", "is_nonzero", "item",
-}  # fmt: skip
+    *("view", "reshape", "transpose", "t", "slice", "split", "split_with_sizes", "select", "expand", "as_strided"),
+    *("detach", "detach_", "unsqueeze", "squeeze", "chunk", "permute", "alias", "narrow", "unbind", "flatten"),
+    *("view_as", "_unsafe_view", "resize_", "empty_like", "empty_strided", "zero_", "fill_", "set_"),
+    *("linear", "matmul", "contiguous", "to", "_to_copy"),  # what these call reads
+    *("record_stream", "is_nonzero", "item"),
+}
 _COUNTED: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm"), lambda given, *_: _product(given[0], given[1])),
     **dict.fromkeys(("addmm", "baddbmm", "_addmm_activation"), lambda given, *_: _product(given[1], given[2])),

@@ -1,11 +1,19 @@
 """One step of one rank: every instant has one owner and one part, and every table is a sum over these labels.
 
-A cell (a stretch in which nothing changes) computes, communicates, does both or neither; so compute only + overlapped +
-exposed + other is the step. A cell with communication has one owner: the host's own copies and waits name theirs, else
-it is the collective that ends first, since the host goes on at its end. An exposed cell is packing or unpacking where
-the host copies for its owner (unless the host idles for longer than dispatching takes), else on the link where a
-transport moves bytes, else waiting for a peer; without a core where the host waited for one meanwhile and no bytes
-moved. A cell with neither has a cause of idle time.
+A step is cut into cells, stretches in which nothing changes. A cell computes, communicates, does both or neither:
+
+    computing alone       compute_only_ns
+    both                  overlapped_ns
+    communication alone   exposed: on the link, packing, unpacking, waiting for a peer, or without a core
+    neither               idle, by its cause (`idle_causes`)
+
+so compute only + overlapped + exposed + idle is the step, which `account` checks.
+
+Read `account` first: it makes the cells, gives each its owner, then its part, and sums them up. A cell with
+communication has one owner: the host's own copies and waits name theirs, else it is the collective that ends first,
+since the host goes on at its end. An exposed cell is packing or unpacking where the host copies for its owner (unless
+the host idles for longer than dispatching takes), else on the link where a transport moves bytes, else waiting for a
+peer; without a core where the host waited for one meanwhile and no bytes moved.
 
 Causes of a collective's exposed time, in the order in which they are tried:
 - `hidden`: nothing of it was exposed;
@@ -27,41 +35,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, covered, pairs, subtract, union, within
+from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, first_label, pairs, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
-from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import COPIES, DEVICE_WORK, Events, Kind, Window, known
+from fsdplab.profiling.traces.collective import Collective
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Window
+from fsdplab.profiling.traces.idle_causes import AT_ONCE_NS, idle_causes
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import all_device_work
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
 
+# The parts of a step, each a label of cells: its position in this row.
 PARTS = ("compute_only_ns", "overlapped_ns", *PARTS_OF_COLLECTIVE, *(f"idle {name}" for name in IDLE_PARTS))
 _COMPUTE_ONLY, _OVERLAPPED = range(2)
 _EXPOSED = PARTS.index(PARTS_OF_COLLECTIVE[0])
 _ON_LINK, _PACKING, _UNPACKING, _WAITING, _NO_CORE = range(_EXPOSED, _EXPOSED + len(PARTS_OF_COLLECTIVE))
 _IDLE = _NO_CORE + 1
-_IDLE_NO_CORE, _REST = (_IDLE + IDLE_PARTS.index(name) for name in ("no_core_ns", "rest_ns"))
+_IDLE_NO_CORE = _IDLE + IDLE_PARTS.index("no_core_ns")
+_REST = _IDLE + IDLE_PARTS.index("rest_ns")
+_OUTSIDE = -1  # a cell before or after the step
+
 _DISPATCH_NS = 100_000  # between two operators of a copy the host dispatches the next one; idle for longer, it waits
 _BACK_TO_BACK_NS = 10_000  # two kernels this close on a GPU: the second waited for the first
-_LIFECYCLE = (
-    "pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch",
-)  # fmt: skip
 _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind
+_HOOKS = ("pre_forward", "pre_backward", "post_backward", "root_post_backward_callback", "link", "backward_prefetch")
 
 
 class TraceSets:
     """What the steps of one trace share, as sorted, disjoint sets; `lifecycle`: when an engine's hooks ran."""
 
     def __init__(
-        self, found: Events, collectives: Sequence[Collective], segments: Segments, core_waits: Intervals
+        self, events: Events, collectives: Sequence[Collective], segments: Segments, core_waits: Intervals
     ) -> None:
-        self.found, self.segments, self.on_gpu = found, segments, found.on_gpu
-        self.host_busy = union(*found.host_busy.values())
-        self.device = all_device_work(found, collectives)
-        self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
+        self.events = events
+        self.segments = segments
+        self.on_gpu = events.on_gpu
+        self.host_busy = union(*events.host_busy.values())
+        self.device = all_device_work(events, collectives)
+        self.blocked = union(events.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
         self.core_waits = union(core_waits)
-        self.lifecycle = union([(each.start, each.end) for each in found.ranges if each.label.startswith(_LIFECYCLE)])
-        self.idle, self.idle_causes = idle_causes(found, self.device)  # spans, and for each a position in IDLE_PARTS
+        hooks = [(hook.start, hook.end) for hook in events.ranges if hook.label.startswith(_HOOKS)]
+        self.lifecycle = union(hooks)
+        self.idle, self.idle_causes = idle_causes(events, self.device)  # spans, and for each a position in IDLE_PARTS
 
 
 @dataclass(frozen=True)
@@ -97,82 +112,145 @@ class Account:
         return self.part == _ON_LINK
 
 
-def account(window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets) -> Account:
+def account(window: Window, computing: Intervals, collectives: Sequence[Collective], trace: TraceSets) -> Account:
     """Label every instant of a step; AccountingError if it did not add up.
 
-    `computing`: sorted and disjoint, inside the window; `mine`: the step's own collectives. A step of 100 ms with 80
+    `computing`: sorted and disjoint, inside the window; `collectives`: the step's own. A step of 100 ms with 80
     computing, 50 communicating and 40 of that at once: `sums` has compute_only 40, overlapped 40, and 10 ms in the
     parts of exposed time.
     """
-    span, changes = [window.start, window.end], trace.segments.changes
+    # cells: whatever begins or ends is an edge
+    span = [window.start, window.end]
+    changes = trace.segments.changes
     changes = changes[(changes > window.start) & (changes < window.end)]
-    of = _Columns(mine, [window.start, *changes.tolist(), window.end], trace.segments)
-    sets = (trace.host_busy, trace.idle, trace.core_waits, trace.lifecycle)
-    host_busy, idle, core_waits, lifecycle = (within(each, *span) for each in sets)
-    cells = Cells(span, changes, computing, of.spans, of.moments, of.asleep, host_busy, idle, core_waits, lifecycle)
-    inside, computes, host = cells.inside([span]), cells.inside(computing), cells.inside(host_busy)
-    piece = cells.paint(of.spans[of.order], of.order)
-    owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
+    columns = _Columns(collectives, [window.start, *changes.tolist(), window.end], trace.segments)
+    host_busy = within(trace.host_busy, *span)
+    idle = within(trace.idle, *span)
+    core_waits = within(trace.core_waits, *span)
+    lifecycle = within(trace.lifecycle, *span)
+    of_collectives = (columns.piece_spans, columns.moments, columns.asleep)
+    cells = Cells(span, changes, computing, *of_collectives, host_busy, idle, core_waits, lifecycle)
+
+    # owners
+    inside = cells.inside([span])  # a collective may begin before the step and end after it
+    computes = cells.inside(computing)
+    host = cells.inside(host_busy)
+    piece = cells.paint(columns.piece_spans[columns.painting_order], columns.painting_order)
+    owner = np.where(piece >= 0, columns.piece_owner[piece], -1) if len(collectives) else piece
     exposed = inside & ~computes & (owner >= 0)
-    idle_cause = np.append(-1, trace.idle_causes)[np.searchsorted(trace.idle[:, 0], cells.start, side="right")]
-    how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of, trace.on_gpu), cells.inside(core_waits)
-    told = [
-        (~inside, -1), (computes & (owner >= 0), _OVERLAPPED), (computes, _COMPUTE_ONLY),
-        (exposed & no_core & (how != _ON_LINK), _NO_CORE), (exposed, how), (no_core, _IDLE_NO_CORE),
-        (cells.inside(idle), _IDLE + idle_cause),
-    ]  # fmt: skip
-    part = np.select([where for where, _ in told], [label for _, label in told], _REST)
+
+    # parts
+    exposed_part = _exposed_parts(cells, exposed, owner, piece, host, columns, trace.on_gpu)
+    no_core = cells.inside(core_waits)
+    last_begun = np.searchsorted(trace.idle[:, 0], cells.start, side="right")
+    idle_cause = np.append(-1, trace.idle_causes)[last_begun]
+    part = first_label(
+        [
+            (~inside, _OUTSIDE),
+            (computes & (owner >= 0), _OVERLAPPED),
+            (computes, _COMPUTE_ONLY),
+            (exposed & no_core & (exposed_part != _ON_LINK), _NO_CORE),
+            (exposed, exposed_part),
+            (no_core, _IDLE_NO_CORE),
+            (cells.inside(idle), _IDLE + idle_cause),
+        ],
+        otherwise=_REST,
+    )
+
+    # sums
     sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))
     if sum(sums.values()) != window.end - window.start:
         raise AccountingError(f"step {window.number} does not add up to {sums}; report this with the trace")
+    parts = _parts_by_collective(cells, exposed, owner, part, len(collectives))
+    host_ns = cells.sums(np.where(exposed & host, owner, -1), len(collectives))
+    causes = _causes(parts.sum(1), host_ns, cells, computes, columns, trace.on_gpu, window.start)
+    core_wait_ns = int(cells.length[no_core & inside].sum())
+    return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes, core_wait_ns)
+
+
+def _parts_by_collective(
+    cells: Cells, exposed: np.ndarray, owner: np.ndarray, part: np.ndarray, collectives: int
+) -> np.ndarray:
+    """Exposed ns of each collective (rows) by `PARTS_OF_COLLECTIVE` (columns)."""
     many = len(PARTS_OF_COLLECTIVE)
-    parts = cells.sums(np.where(exposed, many * owner + part - _EXPOSED, -1), many * len(mine)).reshape(-1, many)
-    busy = cells.sums(np.where(exposed & host, owner, -1), len(mine))
-    causes = _causes(parts.sum(1), busy, cells, computes, of, trace.on_gpu, window.start)
-    core_wait = int(cells.length[no_core & inside].sum())
-    return Account(cells, np.where(inside, owner, -1), part, host, sums, parts, causes, core_wait)
+    place_in_table = many * owner + part - _EXPOSED
+    sums = cells.sums(np.where(exposed, place_in_table, -1), many * collectives)
+    return sums.reshape(-1, many)
 
 
 class _Columns:
-    """A step's collectives and their pieces as columns; `order` is that in which pieces are painted: the last wins."""
+    """A step's collectives as columns, and their pieces as columns beside them (`piece_...`).
 
-    def __init__(self, mine: Sequence[Collective], changes: Sequence[int], segments: Segments) -> None:
-        phase_ends = dict(zip(segments.phases_at(changes[:-1]), changes[1:]))  # the last of each phase in the step
-        pieces = [(piece, index, each) for index, each in enumerate(mine) for piece in each.pieces]
-        self.spans = pairs([(piece.start, piece.end) for piece, _, _ in pieces])
-        self.owner = np.array([index for _, index, _ in pieces], dtype=np.int64)
-        self.copies = np.array([_copying(piece.role, each) for piece, _, each in pieces], dtype=np.int64)
-        self.issue, self.start, self.end = (
-            np.array([getattr(each, name) for each in mine], dtype=np.int64) for name in ("issue", "start", "end")
-        )
-        by_end: np.ndarray = np.argsort(np.lexsort((self.issue, self.end)))
-        roles = np.array([bool(piece.role) for piece, _, _ in pieces], dtype=np.int64)
-        self.order = np.lexsort((self.copies > 0, -by_end[self.owner], roles))
-        carried = [(each.transport, each.by_host) for each in mine if each.transport]
-        self.ways = pairs([way[:2] for way, _ in carried])
-        self.moving = pairs([way[:2] for way, by_host in carried if not by_host])
-        self.asleep = pairs([_asleep(each) for each in mine])
-        self.until = np.array([phase_ends.get(each.phase, changes[-1]) for each in mine], dtype=np.int64)
+    `painting_order`: the order in which pieces are painted over the cells; the last one is a cell's owner.
+    """
+
+    def __init__(self, collectives: Sequence[Collective], changes: Sequence[int], segments: Segments) -> None:
+        self.issue = np.array([collective.issue for collective in collectives], dtype=np.int64)
+        self.start = np.array([collective.start for collective in collectives], dtype=np.int64)
+        self.end = np.array([collective.end for collective in collectives], dtype=np.int64)
+        self.own = np.array([collective.own for collective in collectives], dtype=bool)
+        self.held = np.array([collective.held for collective in collectives], dtype=bool)
+        self.issued = np.array([collective.issued for collective in collectives], dtype=bool)
+        self.emulated = np.array([collective.emulated for collective in collectives], dtype=bool)
+        self.by_host = np.array([collective.by_host for collective in collectives], dtype=bool)
+        self.gathers = np.array([collective.kind == "all_gather" for collective in collectives], dtype=bool)
+        self.asleep = pairs([_asleep(collective) for collective in collectives])
+
+        # Until when computing could have hidden a collective: to the end of its phase, the last one of that name.
+        phase_ends = dict(zip(segments.phases_at(changes[:-1]), changes[1:]))
+        hidden_until = [phase_ends.get(collective.phase, changes[-1]) for collective in collectives]
+        self.until = np.array(hidden_until, dtype=np.int64)
         self.moments = np.concatenate([self.issue, self.start, self.end, self.until])
-        flags = ("own", "held", "issued", "emulated", "by_host")
-        self.own, self.held, self.issued, self.emulated, self.by_host = (
-            np.array([getattr(each, name) for each in mine], dtype=bool) for name in flags
-        )
-        self.gathers = np.array([each.kind == "all_gather" for each in mine], dtype=bool)
+        self._list_pieces(collectives)
+        self._list_transports(collectives)
+
+    def _list_pieces(self, collectives: Sequence[Collective]) -> None:
+        spans: list[tuple[int, int]] = []
+        owners: list[int] = []
+        copies: list[int] = []
+        has_role: list[bool] = []
+        for index, collective in enumerate(collectives):
+            for piece in collective.pieces:
+                spans.append((piece.start, piece.end))
+                owners.append(index)
+                copies.append(_copying(piece.role, collective))
+                has_role.append(bool(piece.role))
+        self.piece_spans = pairs(spans)
+        self.piece_owner = np.array(owners, dtype=np.int64)
+        self.piece_copies = np.array(copies, dtype=np.int64)
+        # Transports first, so that the host's own copies and waits win; of equals the one that ends first wins.
+        place_by_end: np.ndarray = np.argsort(np.lexsort((self.issue, self.end)))
+        earlier_ends = -place_by_end[self.piece_owner]
+        self.painting_order = np.lexsort((self.piece_copies > 0, earlier_ends, np.array(has_role, dtype=np.int64)))
+
+    def _list_transports(self, collectives: Sequence[Collective]) -> None:
+        spans: list[tuple[int, int]] = []
+        spans_on_link: list[tuple[int, int]] = []
+        for collective in collectives:
+            transport = collective.transport
+            if transport:
+                spans.append((transport.start, transport.end))
+                if not collective.by_host:
+                    spans_on_link.append((transport.start, transport.end))
+        self.transports = pairs(spans)
+        self.transports_on_link = pairs(spans_on_link)
 
 
-def _copying(role: str, each: Collective) -> int:
+def _copying(role: str, collective: Collective) -> int:
     """The part that a piece is where the host works: packing, unpacking, or 0 where it is no copy."""
     if role == "copy-in":
         return _PACKING
-    return _UNPACKING if role == "copy-out" or each.by_host and not role else 0
+    if role == "copy-out" or (collective.by_host and not role):
+        return _UNPACKING
+    return 0
 
 
-def _asleep(each: Collective) -> tuple[int, int]:
+def _asleep(collective: Collective) -> tuple[int, int]:
     """When the host still slept though the bytes had come; nothing for what the host copies, and for kernels."""
-    if each.by_host or each.transport is None or len(each.pieces) == 1:
-        return each.end, each.end
-    return each.end, max(piece.end for piece in each.pieces if piece.role in ("", "blocked"))
+    if collective.by_host or collective.transport is None or len(collective.pieces) == 1:
+        return collective.end, collective.end
+    woke = max(piece.end for piece in collective.pieces if piece.role in ("", "blocked"))
+    return collective.end, woke
 
 
 def _exposed_parts(
@@ -181,115 +259,75 @@ def _exposed_parts(
     owner: np.ndarray,
     piece: np.ndarray,
     host: np.ndarray,
-    of: _Columns,
+    columns: _Columns,
     on_gpu: bool,
 ) -> np.ndarray:
-    """The part that each exposed cell is of."""
-    if not len(of.owner):
+    """The part that each exposed cell is of: packing or unpacking, on the link, or waiting for a peer."""
+    if not len(columns.piece_owner):
         return owner
-    copies = np.where(exposed, of.copies[piece], 0)
+    copies = np.where(exposed, columns.piece_copies[piece], 0)
     if not on_gpu:  # there the device copies, whatever the host does
-        pauses = cells.runs(np.where((copies > 0) & ~host, owner, -1))[0]
-        copies[cells.inside(pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS])] = 0
-    came, until = of.asleep[owner].T
-    moves = cells.inside(of.moving) | (came <= cells.start) & (cells.start < until)
-    return np.where(copies > 0, copies, np.where(moves, _ON_LINK, _WAITING))
+        idle_in_copy = (copies > 0) & ~host
+        pauses, _ = cells.runs(np.where(idle_in_copy, owner, -1))
+        long_pauses = pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS]
+        copies[cells.inside(long_pauses)] = 0
+    bytes_came, woke = columns.asleep[owner].T
+    still_asleep = (bytes_came <= cells.start) & (cells.start < woke)
+    is_on_link = cells.inside(columns.transports_on_link) | still_asleep
+    return np.where(copies > 0, copies, np.where(is_on_link, _ON_LINK, _WAITING))
 
 
 def _causes(
-    exposed: np.ndarray, busy: np.ndarray, cells: Cells, computes: np.ndarray, of: _Columns, on_gpu: bool, start: int
+    exposed: np.ndarray,
+    host_ns: np.ndarray,
+    cells: Cells,
+    computes: np.ndarray,
+    columns: _Columns,
+    on_gpu: bool,
+    start: int,
 ) -> list[str]:
-    """Of every collective, as the file's beginning says; `busy`: ns of its exposed time in which the host worked."""
-    before = cells.between(computes, start, np.maximum(of.issue, start))
-    after = cells.between(computes, of.end, np.maximum(of.until, of.end))
-    queued = _queued(cells, of, on_gpu)
-    at_once = of.start - of.issue < AT_ONCE_NS if on_gpu else of.own | of.held
-    held = of.held & (after > _ENOUGH * exposed) & (not on_gpu)
-    late = np.where(of.gathers, at_once & (before > _ENOUGH * exposed), held)
-    tried = [
-        ("hidden", exposed == 0), ("unknown", ~of.issued),
-        ("waiting_for_peer", of.by_host & (2 * busy <= exposed)), ("nothing_to_hide_behind", of.by_host),
-        ("link_busy", 2 * queued >= exposed),
-        ("waiting_for_peer", of.emulated & (2 * (of.start - of.issue - queued) >= exposed)), ("late_start", late),
-    ]  # fmt: skip
-    return np.select([found for _, found in tried], [name for name, _ in tried], "nothing_to_hide_behind").tolist()
+    """The cause of each collective's exposed ns, as the file's beginning says; `host_ns`: where the host worked in it.
+
+    `start`: when the step began, before which nothing could hide a collective of it.
+    """
+    queued = _queued(cells, columns, on_gpu)
+    computed_before = cells.between(computes, start, np.maximum(columns.issue, start))
+    computed_after = cells.between(computes, columns.end, np.maximum(columns.until, columns.end))
+    if on_gpu:
+        issued_when_needed = columns.start - columns.issue < AT_ONCE_NS
+        held_needlessly: np.ndarray = np.zeros(len(columns.held), dtype=bool)  # a GPU's host does not wait in the call
+    else:
+        issued_when_needed = columns.own | columns.held
+        held_needlessly = columns.held & (computed_after > _ENOUGH * exposed)
+    could_be_earlier = issued_when_needed & (computed_before > _ENOUGH * exposed)
+    late = np.where(columns.gathers, could_be_earlier, held_needlessly)
+    waited_on_free_link = columns.start - columns.issue - queued
+    causes = first_label(
+        [
+            (exposed == 0, "hidden"),
+            (~columns.issued, "unknown"),
+            (columns.by_host & (2 * host_ns <= exposed), "waiting_for_peer"),
+            (columns.by_host, "nothing_to_hide_behind"),
+            (2 * queued >= exposed, "link_busy"),
+            (columns.emulated & (2 * waited_on_free_link >= exposed), "waiting_for_peer"),
+            (late, "late_start"),
+        ],
+        otherwise="nothing_to_hide_behind",
+    )
+    return causes.tolist()
 
 
-def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
+def _queued(cells: Cells, columns: _Columns, on_gpu: bool) -> np.ndarray:
     """Nanoseconds that each collective spent behind others on the link, between its issue and its start.
 
     A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
     began count.
     """
-    begun = of.issue
-    if on_gpu and len(runs := close_gaps(of.ways, _BACK_TO_BACK_NS)):
-        at = np.searchsorted(runs[:, 0], of.start) - 1
-        behind = (at >= 0) & (runs[at, 1] >= of.start)
-        begun = np.where(behind, np.maximum(of.issue, runs[at, 0]), of.start)
-    return np.maximum(0, cells.between(cells.inside(of.ways), begun, of.start))
-
-
-# ---- why nothing ran
-#
-# On a GPU a gap ends when the next work begins, and the launch of that work says why it was late. As in HTA's breakdown
-# of idle time, a gap is the host's where the launch came after the gap had begun, and the device's own where the next
-# work was queued already. Two things differ: HTA looks at each stream alone, here the device is idle only when all its
-# streams are; and HTA calls all of the host's gaps "host wait", here those are split further by what the host did.
-#
-# - `data_loading_ns`: of the host's gaps, while the host took a batch from its DataLoader (on the CPU: all that time);
-# - `synchronisation_ns`: of the host's gaps, where the host was blocked in a synchronising call
-#   (`cudaStreamSynchronize`, `.item()`) as the device ran dry, so that it could launch nothing ahead;
-# - `host_bound_ns`: the rest of the host's gaps, and the time after the last work: Python and operator overhead;
-# - `kernel_gap_ns`: shorter than 10 us, with the next work queued already (HTA: below 30 ns, less than devices need);
-# - `copies_ns`: data was copied between the host and the device;
-# - `device_copies_ns`: data was copied inside the device, or memory was set;
-# - `no_core_ns`: the host waited for a core, where somebody noted that;
-# - `rest_ns`: unknown. The next work was queued and waited longer (for another stream, an event, a peer), or its launch
-#   is not in the trace, or the device did another step's work; on a CPU, all time without an operator.
-
-
-AT_ONCE_NS = 100_000  # work that starts this soon after its launch waited for nothing else: the host came late
-_KERNEL_GAP_NS = 10_000
-_RETURN_NS = 5_000  # a synchronising call ends this much after the work that it waits for: the clocks differ slightly
-_HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES, _DEVICE_COPIES = (
-    IDLE_PARTS.index(f"{name}_ns")
-    for name in ("host_bound", "kernel_gap", "data_loading", "synchronisation", "copies", "device_copies")
-)
-
-
-def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray]:
-    """Disjoint spans in order of time, each with a position in `IDLE_PARTS`; what is in none of them is `rest_ns`.
-
-    `device`: when the device did anything at all, sorted and disjoint. A gap of 50 us whose next kernel was launched
-    45 us after it began: 50 us are `host_bound_ns`.
-    """
-    loading = union(found.spans(Kind.LOADING))
-    if not found.on_gpu:
-        return loading, np.full(len(loading), _LOADING)
-    copies, inside = (union(found.spans(kind)) for kind in COPIES)
-    gaps = subtract([(found.first, found.last)], device)
-    late, queued = _by_launch(found, gaps)
-    blocked = found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH)
-    dry = late[covered(union(blocked + [0, _RETURN_NS]), late[:, 0])]
-    short = queued[queued[:, 1] - queued[:, 0] < _KERNEL_GAP_NS]
-    cells = Cells([found.first, found.last], late, short, copies, inside, loading, blocked)
-    host = cells.inside(late)
-    told = [
-        (host & cells.inside(loading), _LOADING), (host & (cells.inside(blocked) | cells.inside(dry)), _SYNC),
-        (host, _HOST), (cells.inside(short), _KERNEL_GAP), (cells.inside(copies), _COPIES),
-        (cells.inside(inside), _DEVICE_COPIES),
-    ]  # fmt: skip
-    return cells.runs(np.select([where for where, _ in told], [label for _, label in told], -1))
-
-
-def _by_launch(found: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
-    """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
-    works = found.rows(*DEVICE_WORK)
-    starts, launched = found.start[works], found.of_launch(found.end, works)
-    order = np.lexsort((launched, starts))  # of equal starts the first launched
-    starts, launched = np.append(starts[order], found.last), np.append(launched[order], found.last)
-    at = np.searchsorted(starts[:-1], gaps[:, 1])
-    launched = launched[at]
-    late = known(launched) & (launched > gaps[:, 0])
-    until = np.where(gaps[:, 1] - launched < AT_ONCE_NS, gaps[:, 1], launched)
-    return np.stack([gaps[late, 0], until[late]], axis=1), gaps[known(launched) & ~late]
+    queued_from = columns.issue
+    busy = close_gaps(columns.transports, _BACK_TO_BACK_NS) if on_gpu else pairs([])
+    if len(busy):
+        last_begun = np.searchsorted(busy[:, 0], columns.start) - 1
+        is_behind = (last_begun >= 0) & (busy[last_begun, 1] >= columns.start)
+        queued_from = np.where(is_behind, np.maximum(columns.issue, busy[last_begun, 0]), columns.start)
+    on_link = cells.inside(columns.transports)
+    return np.maximum(0, cells.between(on_link, queued_from, columns.start))

@@ -59,11 +59,16 @@ def as_trace_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        what = error if isinstance(error, OddEvent) else words if len(words) <= 100 else f"{words[:100]}..."
+        words = str(error) if isinstance(error, OddEvent) else _in_short(error)
         raise TraceError(
-            f"{path} holds something that PyTorch's profiler does not write ({what}); export the trace again."
+            f"{path} holds something that PyTorch's profiler does not write ({words}); export the trace again."
         ) from None
+
+
+def _in_short(error: Exception) -> str:
+    """An error's type and words on one line of at most 100 characters."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= 100 else f"{words[:100]}..."
 
 
 @dataclass
@@ -164,12 +169,17 @@ def _end(found: re.Match[str] | None) -> int:
 class _Reader:
     """The window of text, and where in it the next value begins; `stored` is the file as it lies on the disk."""
 
-    def __init__(
-        self, path: Path, stored: io.BufferedReader, metadata: dict[str, Any], damaged: Damaged
-    ) -> None:  # fmt: skip
-        self._path, self._stored, self._metadata, self._damaged_events = path, stored, metadata, damaged
+    def __init__(self, path: Path, stored: io.BufferedReader, metadata: dict[str, Any], damaged: Damaged) -> None:
+        self._path = path
+        self._stored = stored
+        self._metadata = metadata
+        self._damaged_events = damaged
         self._file = gzip.GzipFile(fileobj=stored) if is_gzipped(path) else stored
-        self._text, self._at, self._passed, self._unpacked, self._around = "", 0, 0, 0, 0
+        self._text = ""
+        self._at = 0  # in the window
+        self._passed = 0  # characters before the window
+        self._unpacked = 0  # bytes read so far
+        self._around = 0  # characters of what is around the events
         self._decode = _UTF_8(errors="replace").decode
         self._json = json.JSONDecoder(strict=False).raw_decode
 
@@ -185,7 +195,8 @@ class _Reader:
             raise self._bad("is empty")
 
     def _object(self) -> Iterator[dict[str, Any]]:
-        found, self._at = False, self._at + 1
+        has_events = False
+        self._at += 1
         while (mark := self._next()) != "}":
             if mark == ",":
                 self._at += 1
@@ -195,7 +206,7 @@ class _Reader:
             self._require(self._next(), ":")
             self._at += 1
             if key == "traceEvents" and self._next() == "[":
-                found = True
+                has_events = True
                 yield from self._list()
             else:
                 before = self._passed + self._at
@@ -205,7 +216,7 @@ class _Reader:
                     raise self._bad(
                         f"holds more than {_LONGEST:,} characters around its events, which no profiler writes"
                     )
-        if not found:
+        if not has_events:
             names = ", ".join(list(self._metadata)[:5]) or "nothing"
             raise self._bad(
                 f"is JSON without a list `traceEvents` (it holds {names}), so no profiler wrote it as a trace"
@@ -241,22 +252,26 @@ class _Reader:
 
     def _leave_out(self) -> bool:
         """Pass over the event that begins here, if the window holds its end and it is still no JSON."""
-        following = _NEXT_EVENT.search(self._text, self._at) if self._text[self._at : self._at + 1] == "{" else None
+        if self._text[self._at : self._at + 1] != "{":
+            return False
+        following = _NEXT_EVENT.search(self._text, self._at)
         if following is None:
             return False
-        event, found = self._text[self._at : following.start() + 1], self._damaged_events
-        if not found.number:
-            found.first_at, found.first = self._passed + self._at, " ".join(event.split())[:80]
-        found.number += 1
-        found.of_python += '"python_function"' in event
+        event = self._text[self._at : following.start() + 1]
+        damaged = self._damaged_events
+        if not damaged.number:
+            damaged.first_at = self._passed + self._at
+            damaged.first = " ".join(event.split())[:80]
+        damaged.number += 1
+        damaged.of_python += '"python_function"' in event
         self._at = following.start() + 1
         return True
 
     def _check_damaged(self) -> None:
         """One event of a hundred may be damaged, and any number of those that are read by nobody."""
-        found = self._damaged_events
-        if found.number - found.of_python > max(1, found.events // 100):
-            raise self._bad(f"is damaged at character {found.first_at}: {found.first[:40]!r} is no JSON")
+        damaged = self._damaged_events
+        if damaged.number - damaged.of_python > max(1, damaged.events // 100):
+            raise self._bad(f"is damaged at character {damaged.first_at}: {damaged.first[:40]!r} is no JSON")
 
     def _at_once(self) -> list[dict[str, Any]]:
         """The events up to the last whole one of the window as far as it can be guessed, decoded together: four times
@@ -320,7 +335,8 @@ class _Reader:
         if len(piece) == _WINDOW and not piece.strip(_BLANKS):
             raise self._bad(f"holds {_WINDOW:,} blanks and commas in a row, which no profiler writes")
         self._passed += self._at
-        self._text, self._at = self._text[self._at :] + self._decode(piece, final=not piece), 0
+        self._text = self._text[self._at :] + self._decode(piece, final=not piece)
+        self._at = 0
         return bool(piece)
 
     def _bad(self, what: str) -> TraceError:

@@ -58,15 +58,19 @@ def clocks_of(meetings: Iterable[Sequence[Row]]) -> dict[int, Clock]:
         for rank, clock in there.items():
             here[rank] = Clock(round(clock.ahead_ns + ahead), round(math.hypot(clock.error_ns, error)))
             connected[rank] = here
-    found: dict[int, Clock] = {}
-    for component in {id(each): each for each in connected.values()}.values():
-        reference = component[min(component)].ahead_ns
+    clocks: dict[int, Clock] = {}
+    components = {id(component): component for component in connected.values()}
+    for component in components.values():
+        lowest = min(component)
+        reference = component[lowest].ahead_ns
         for rank, clock in component.items():
-            found[rank] = Clock(clock.ahead_ns - reference, 0 if rank == min(component) else clock.error_ns)
-    return found
+            error_ns = 0 if rank == lowest else clock.error_ns
+            clocks[rank] = Clock(clock.ahead_ns - reference, error_ns)
+    return clocks
 
 
 def _edges(meetings: Iterable[Sequence[Row]]) -> list[_Edge]:
+    """The pairs of ranks that share collectives: in each the lowest rank beside every other one."""
     apart: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
     for members in meetings:
         kind = members[0]["kind"]
@@ -75,10 +79,10 @@ def _edges(meetings: Iterable[Sequence[Row]]) -> list[_Edge]:
         first, *others = sorted(members, key=lambda row: row["rank"])
         for row in others:
             apart[kind == PAIRED, first["rank"], row["rank"]].append(row["end_ns"] - first["end_ns"])
-    return [
-        _Edge(by_messages, _error(each), first, second, median(each))
-        for (by_messages, first, second), each in apart.items()
-    ]
+    edges = []
+    for (by_messages, lower, higher), differences in apart.items():
+        edges.append(_Edge(by_messages, _error(differences), lower, higher, median(differences)))
+    return edges
 
 
 def _error(apart: Sequence[int]) -> float:
@@ -86,17 +90,20 @@ def _error(apart: Sequence[int]) -> float:
     if len(apart) < _FEW:
         return _UNSURE_NS
     middle = median(apart)
-    deviation = median(abs(each - middle) for each in apart)
+    deviation = median(abs(difference - middle) for difference in apart)
     return max(_LEAST_ERROR_NS, 1.4826 * 1.2533 * deviation / math.sqrt(len(apart)))
 
 
 def contradict(meetings: Iterable[Sequence[Row]]) -> bool:
     """Whether some rank ended a collective long before another one began it: their clocks differ."""
-    return any(
-        max(row["start_ns"] for row in members) - min(row["end_ns"] for row in members) > _CONTRADICTION_NS
-        for members in meetings
-        if len(members) > 1 and collective_row(members[0]["kind"]).ends_together
-    )
+    for members in meetings:
+        if len(members) < 2 or not collective_row(members[0]["kind"]).ends_together:
+            continue
+        last_start = max(row["start_ns"] for row in members)
+        first_end = min(row["end_ns"] for row in members)
+        if last_start - first_end > _CONTRADICTION_NS:
+            return True
+    return False
 
 
 def in_words(clocks: Mapping[int, Clock]) -> str:
@@ -109,15 +116,16 @@ def in_words(clocks: Mapping[int, Clock]) -> str:
     if not differing:
         return ""
     most = max(differing, key=lambda rank: abs(differing[rank].ahead_ns))
+    reference = min(clocks)
     error = seconds(max(clock.error_ns for clock in differing.values()) / 1e9)
+    apart = seconds(abs(differing[most].ahead_ns) / 1e9)
     if len(differing) > 1:
-        ahead = seconds(abs(differing[most].ahead_ns) / 1e9)
         return (
-            f"the clocks of {len(differing)} ranks differ from rank {min(clocks)}'s, rank {most}'s most: by {ahead}"
-            f" (± {error}); all times are set to rank {min(clocks)}'s"
+            f"the clocks of {len(differing)} ranks differ from rank {reference}'s, rank {most}'s most: by {apart}"
+            f" (± {error}); all times are set to rank {reference}'s"
         )
     way = "ahead of" if differing[most].ahead_ns > 0 else "behind"
     return (
-        f"the ranks' clocks differ: rank {most}'s is {seconds(abs(differing[most].ahead_ns) / 1e9)} {way} rank"
-        f" {min(clocks)}'s (± {error}); all times are set to rank {min(clocks)}'s"
+        f"the ranks' clocks differ: rank {most}'s is {apart} {way} rank"
+        f" {reference}'s (± {error}); all times are set to rank {reference}'s"
     )

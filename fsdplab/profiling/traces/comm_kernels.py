@@ -1,10 +1,10 @@
 """Kernels that move bytes between ranks, told by their names.
 
 NCCL and RCCL name the collective in the kernel or in its arguments. RCCL's generic kernel names nothing, and NCCL's
-`SendRecv` carries other collectives too, so the host's call around the launch counts more (`collectives`). Libraries
-that move bytes with kernels of their own (expert dispatch, one-shot all-reduces of inference engines, symmetric memory)
-are in the rows of `common.collectives`; a caller adds others. A kernel in no row whose name spells a collective
-communicates too.
+`SendRecv` carries other collectives too, so the host's call around the launch counts more (`device_collectives`).
+Libraries that move bytes with kernels of their own (expert dispatch, one-shot all-reduces of inference engines,
+symmetric memory) are in the rows of `common.collectives`; a caller adds others. A kernel in no row whose name spells a
+collective communicates too.
 """
 
 from __future__ import annotations

@@ -46,15 +46,15 @@ class Groups:
     """The process groups of one rank, from its trace's `distributedInfo`."""
 
     def __init__(self, distributed: Mapping[str, Any]) -> None:
-        configured, world = distributed.get("pg_config"), distributed.get("world_size")
-        self._world = world if type(world) is int else None
-        self._rank = rank if type(rank := distributed.get("rank")) is int else None
+        self._world = _whole_number(distributed.get("world_size"))
+        self._rank = _whole_number(distributed.get("rank"))
         self._by_name: dict[str, Group] = {}
-        for each in configured if isinstance(configured, list) else ():
-            ranks = each.get("ranks") if isinstance(each, dict) else None
+        configured = distributed.get("pg_config")
+        for entry in configured if isinstance(configured, list) else ():
+            ranks = entry.get("ranks") if isinstance(entry, dict) else None
             if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
-                group = Group(str(each.get("pg_desc") or ""), len(ranks), members_text(ranks))
-                self._by_name[str(each.get("pg_name"))] = group
+                group = Group(str(entry.get("pg_desc") or ""), len(ranks), members_text(ranks))
+                self._by_name[str(entry.get("pg_name"))] = group
 
     @property
     def only(self) -> Group:
@@ -68,55 +68,68 @@ class Groups:
         if self.only.members != ONE_OF_SEVERAL:
             return self.only
         axis = _REPLICATE if kind == "all_reduce" else _SHARD
-        return self._one([group for group in self._by_name.values() if axis in group.name]) or self.only
+        of_this_axis = [group for group in self._by_name.values() if axis in group.name]
+        return self._one(of_this_axis) or self.only
 
     def of_operator(self, name: str, given: Mapping[str, Any]) -> Group:
         """The group that a c10d operator's shapes tell, where one group only has so many ranks: an all_gather fills as
         many times what each rank gives. Of a message, the two ranks between which it goes.
         """
-        shapes, numbers = given.get("Input Dims"), given.get("Concrete Inputs")
         if kind_of(name) == PAIRED:
-            return self._of_message(name, numbers)
+            return self._of_message(name, given.get("Concrete Inputs"))
+        shapes = given.get("Input Dims")
         if name not in _WHOLE_AND_SHARD or not isinstance(shapes, list) or len(shapes) < 2:
             return UNKNOWN
-        whole, shard = sorted((_numel(dims) for dims in shapes[:2]), reverse=True)
-        size = whole // shard if shard and whole % shard == 0 else 0
-        found = self._one([group for group in self._by_name.values() if group.size == size])
-        return UNKNOWN if found.members == ONE_OF_SEVERAL else found
+        shard, whole = sorted(_numel(dims) for dims in shapes[:2])
+        if not shard or whole % shard:
+            return UNKNOWN
+        group = self._one([group for group in self._by_name.values() if group.size == whole // shard])
+        return UNKNOWN if group.members == ONE_OF_SEVERAL else group
 
     def _of_message(self, name: str, numbers: Any) -> Group:
-        """A send or a receive: its third argument is the other rank."""
-        group, peer = self.only, numbers[2] if isinstance(numbers, list) and len(numbers) > 2 else ""
-        if self._rank is None or group.size is None or not str(peer).isdecimal():
+        """The group of a send or a receive, whose third argument is the other rank."""
+        group = self.only
+        peer = str(numbers[2]) if isinstance(numbers, list) and len(numbers) > 2 else ""
+        if self._rank is None or group.size is None or not peer.isdecimal():
             return UNKNOWN
-        ends = (self._rank, int(peer)) if "send" in name else (int(peer), self._rank)
-        return Group(group.name, group.size, f"{ends[0]}>{ends[1]} of {group.members}")
+        sender, receiver = (self._rank, int(peer)) if "send" in name else (int(peer), self._rank)
+        return Group(group.name, group.size, f"{sender}>{receiver} of {group.members}")
 
     def of_call(self, evidence: Sequence[Mapping[str, Any]]) -> Group:
         """The group that the arguments of a call tell, the first one that tells it."""
-        found = (self._of(details) for details in evidence)
-        return next((group for group in found if group != UNKNOWN), UNKNOWN)
+        for details in evidence:
+            group = self._of(details)
+            if group != UNKNOWN:
+                return group
+        return UNKNOWN
 
     def _of(self, details: Mapping[str, Any]) -> Group:
-        name, description = (details.get(f"Process Group {part}") for part in ("Name", "Description"))
-        shown = next((text for text in (description, name) if isinstance(text, str) and text), "")
-        size = details.get("Group size")
-        size = size if type(size) is int and size > 0 else None
-        members = self._members(name, details.get("Process Group Ranks"), size)
+        """The group as NCCL's arguments name it, with the number that PyTorch gives it as a part of its identity."""
+        number = details.get("Process Group Name")
+        description = details.get("Process Group Description")
+        shown = next((text for text in (description, number) if isinstance(text, str) and text), "")
+        size = _whole_number(details.get("Group size"))
+        if size is not None and size <= 0:
+            size = None
+        members = self._members(number, details.get("Process Group Ranks"), size)
         if not members and not shown:
             return Group(shown, size)
-        identity = f"{members or NAMED + shown} #{name}" if isinstance(name, str) and name else members or NAMED + shown
+        identity = members or NAMED + shown
+        if isinstance(number, str) and number:
+            identity = f"{identity} #{number}"
         return Group(shown, size, _pair(details) + identity)
 
     def _members(self, name: Any, ranks: Any, size: int | None) -> str:
+        """The members as the call lists them, as the configuration does, or all ranks where the size says so."""
         listed = [int(rank) for rank in re.findall(r"\d{1,9}", str(ranks))] if ranks else []
-        if listed and _CUT_OFF in str(ranks):
-            return f"{members_text(listed)},{_CUT_OFF}"
         if listed:
-            return members_text(listed)
-        if (known := self._by_name.get(str(name))) is not None:
-            return known.members
-        return members_text(range(size)) if size is not None and size == self._world else ""
+            members = members_text(listed)
+            return f"{members},{_CUT_OFF}" if _CUT_OFF in str(ranks) else members
+        configured = self._by_name.get(str(name))
+        if configured is not None:
+            return configured.members
+        is_whole_job = size is not None and size == self._world
+        return members_text(range(size)) if size is not None and is_whole_job else ""
 
     @staticmethod
     def _one(groups: Sequence[Group]) -> Group:
@@ -126,18 +139,27 @@ class Groups:
         return groups[0] if groups else UNKNOWN
 
 
+def _whole_number(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
 def _numel(dims: Any) -> int:
-    plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
-    return math.prod(dims) if plain else 0
+    """The elements of a tensor of these dimensions; 0 for what is no list of them."""
+    if not isinstance(dims, list) or not dims:
+        return 0
+    if not all(type(length) is int and length >= 0 for length in dims):
+        return 0
+    return math.prod(dims)
 
 
 def _pair(details: Mapping[str, Any]) -> str:
     """Between which two members a message goes, such as `0>1 of `; "" for what is no such message."""
-    source, target = (details.get(name) for name in ("Src Rank", "Dst Rank"))
-    if type(source) is not int or type(target) is not int or source == target or min(source, target) < 0:
+    source = _whole_number(details.get("Src Rank"))
+    target = _whole_number(details.get("Dst Rank"))
+    if source is None or target is None or source == target or min(source, target) < 0:
         return ""
-    sends = kind_of(str(details.get("Collective name") or "")) == PAIRED
-    return f"{source}>{target} of " if sends else ""
+    is_message = kind_of(str(details.get("Collective name") or "")) == PAIRED
+    return f"{source}>{target} of " if is_message else ""
 
 
 def of_axis(spec: Mapping[str, Any], rank: int, kind: str) -> Group:
@@ -146,9 +168,12 @@ def of_axis(spec: Mapping[str, Any], rank: int, kind: str) -> Group:
     >>> of_axis({"strategy": "hybrid_shard", "world_size": 4, "shard_size": 2}, 1, "all_reduce")
     Group(name='replicate', size=2, members='1,3')
     """
-    ranks, shards = int(spec.get("world_size") or 0), spec.get("shard_size")
+    ranks = int(spec.get("world_size") or 0)
+    shards = spec.get("shard_size")
+    if not ranks:
+        return UNKNOWN
     if spec.get("strategy") not in IN_GROUPS or not shards or not 0 < shards <= ranks:
-        return Group("", ranks, members_text(range(ranks))) if ranks else UNKNOWN
+        return Group("", ranks, members_text(range(ranks)))
     if kind == "all_reduce":
         return Group(_REPLICATE, ranks // shards, members_text(range(rank % shards, ranks, shards)))
     first = rank // shards * shards

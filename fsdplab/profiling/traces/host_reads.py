@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Intervals, size, union
-from fsdplab.profiling.traces.events import Events, Kind, Window
+from fsdplab.profiling.intervals import Intervals, pairs, size, union
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Window
 
 # the name in the table `activities`, and the operators that it counts
 COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector_norm", "aten::norm")}
@@ -28,45 +29,54 @@ NAMES = (*COUNTED, NODES, DROPPED)
 class HostReads:
     """The operators of one trace that are counted, each by its row."""
 
-    def __init__(self, found: Events) -> None:
-        self._found = found
-        optimizer = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
-        lists = found.spans_of(_rows_named(found, _OF_A_LIST))
-        apart = union(np.array(optimizer, dtype=np.int64).reshape(-1, 2), lists)
-        self._rows = {name: _outside(found, _rows_named(found, names), apart) for name, names in COUNTED.items()}
-        self._graphs = _Graphs(found)
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        optimizer = [(labelled.start, labelled.end) for labelled in events.ranges if labelled.label == "optimizer"]
+        lists = events.spans_of(_rows_named(events, _OF_A_LIST))
+        not_counted = union(pairs(optimizer), lists)
+        self._rows: dict[str, np.ndarray] = {}
+        for name, operators in COUNTED.items():
+            self._rows[name] = _outside(events, _rows_named(events, operators), not_counted)
+        self._graphs = _Graphs(events)
 
     def of_step(self, window: Window, rank: int) -> list[dict[str, Any]]:
         """Rows of the table `activities` of one step."""
-        found, listed = self._found, []
-        for name, rows in self._rows.items():
-            mine = rows[(found.start[rows] >= window.start) & (found.start[rows] < window.end)]
-            if len(mine):
-                took_ns = int((found.end[mine] - found.start[mine]).sum())
-                where = {"rank": rank, "step": window.number, "name": name}
-                listed.append({**where, "count": len(mine), "took_ns": took_ns, "nbytes": 0})
-        for name, (count, took_ns) in self._graphs.of_step(window).items():
+        counts = {**self._operators(window), **self._graphs.of_step(window)}
+        activities = []
+        for name, (count, took_ns) in counts.items():
             where = {"rank": rank, "step": window.number, "name": name}
-            listed.append({**where, "count": count, "took_ns": took_ns, "nbytes": 0})
-        return listed
+            activities.append({**where, "count": count, "took_ns": took_ns, "nbytes": 0})
+        return activities
+
+    def _operators(self, window: Window) -> dict[str, tuple[int, int]]:
+        """How many operators of each name began in a step, and for how long they ran."""
+        counts = {}
+        for name, rows in self._rows.items():
+            starts = self._events.start[rows]
+            in_step = rows[(starts >= window.start) & (starts < window.end)]
+            if len(in_step):
+                took_ns = int((self._events.end[in_step] - self._events.start[in_step]).sum())
+                counts[name] = len(in_step), took_ns
+        return counts
 
 
 class _Graphs:
     """The numbers of autograd's nodes in one trace: when a forward built them, and which of them a backward used."""
 
-    def __init__(self, found: Events) -> None:
-        self._found = found
-        rows, numbers = found.sequence[:, 0], found.sequence[:, 1]
-        is_forward = found.kind[rows] == Kind.OPERATOR
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        rows, numbers = events.sequence[:, 0], events.sequence[:, 1]
+        is_forward = events.kind[rows] == Kind.OPERATOR
         forward = rows[is_forward]
-        backward = union(found.spans(Kind.AUTOGRAD))
-        kept = np.isin(forward, _outside(found, forward, backward))
-        self._built, self._numbers = forward[kept], numbers[is_forward][kept]
+        backward = union(events.spans(Kind.AUTOGRAD))
+        is_kept = np.isin(forward, _outside(events, forward, backward))  # inside a backward it is recomputed
+        self._built = forward[is_kept]
+        self._numbers = numbers[is_forward][is_kept]
         self._used = set(numbers[~is_forward].tolist())
 
     def of_step(self, window: Window) -> dict[str, tuple[int, int]]:
         """How many nodes a step built and dropped, and for how long; nothing where no backward has numbers."""
-        starts = self._found.start[self._built]
+        starts = self._events.start[self._built]
         in_step = (starts >= window.start) & (starts < window.end)
         numbers = set(self._numbers[in_step].tolist())
         dropped = numbers - self._used
@@ -76,18 +86,21 @@ class _Graphs:
         return {NODES: (len(numbers), self._lasted(in_step)), DROPPED: (len(dropped), self._lasted(of_dropped))}
 
     def _lasted(self, which: np.ndarray) -> int:
-        return size(union(self._found.spans_of(self._built[which])))
+        return size(union(self._events.spans_of(self._built[which])))
 
 
-def _rows_named(found: Events, names: Iterable[str]) -> np.ndarray:
-    numbers = [number for number, name in enumerate(found.names) if name in set(names)]
-    return np.flatnonzero(np.isin(found.name, numbers))
+def _rows_named(events: Events, names: Iterable[str]) -> np.ndarray:
+    """The rows of events of these names."""
+    wanted = set(names)
+    numbers = [number for number, name in enumerate(events.names) if name in wanted]
+    return np.flatnonzero(np.isin(events.name, numbers))
 
 
-def _outside(found: Events, rows: np.ndarray, apart: Intervals) -> np.ndarray:
+def _outside(events: Events, rows: np.ndarray, spans: Intervals) -> np.ndarray:
     """The rows that begin inside none of these disjoint spans."""
-    if not len(apart):
+    if not len(spans):
         return rows
-    at = np.searchsorted(apart[:, 0], found.start[rows], side="right") - 1
-    inside = (at >= 0) & (found.start[rows] < apart[at, 1])
-    return rows[~inside]
+    starts = events.start[rows]
+    last_begun = np.searchsorted(spans[:, 0], starts, side="right") - 1
+    is_inside = (last_begun >= 0) & (starts < spans[last_begun, 1])
+    return rows[~is_inside]

@@ -41,21 +41,24 @@ def matched(rows: Iterable[Any]) -> dict[Key, list[Any]]:
     whichever came first on either rank.
     """
     rows = list(rows)
-    name_of, users = _names(rows), _users(rows)
+    name_of = _names(rows)
+    users = _users(rows)
     meetings: list[list[Row]] = []
-    for (_, group), own in grouped(rows, lambda row: (row["step"], name_of(row))).items():
-        meetings += _met(own, group, users)
+    by_step_and_group = grouped(rows, lambda row: (row["step"], name_of(row)))
+    for (_, group), of_group in by_step_and_group.items():
+        meetings += _met(of_group, group, users)
     meetings.sort(key=lambda members: min(row["start_ns"] for row in members))
     counts: Counter[tuple[Any, ...]] = Counter()
-    found: dict[Key, list[Row]] = {}
+    by_key: dict[Key, list[Row]] = {}
     for members in meetings:
         first = min(members, key=itemgetter("rank"))
-        name = (first["step"], first["unit"], first["phase"], first["kind"], name_of(first))
+        group = name_of(first)
         if len(members) == 1:  # rows that stand alone have keys that no meeting has
-            name = (*name[:4], f"{name[4]} alone on rank {first['rank']}")
-        found[Key(*name[:4], counts[name], name[4])] = members
-        counts[name] += 1
-    return found
+            group = f"{group} alone on rank {first['rank']}"
+        label = (first["step"], first["unit"], first["phase"], first["kind"])
+        by_key[Key(*label, counts[label, group], group)] = members
+        counts[label, group] += 1
+    return by_key
 
 
 def _names(rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -65,18 +68,24 @@ def _names(rows: Sequence[Row]) -> Callable[[Row], str]:
     numbers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
         members, _, number = _members(row).partition(" #")
-        numbers[members.rpartition(" of ")[2]][row["rank"]].add(number)
-    agreed = {
-        members for members, of_rank in numbers.items() if len({frozenset(each) for each in of_rank.values()}) == 1
-    }
+        numbers[_whole_group(members)][row["rank"]].add(number)
+    agreed = set()
+    for group, by_rank in numbers.items():
+        if len({frozenset(of_rank) for of_rank in by_rank.values()}) == 1:
+            agreed.add(group)
 
     def name_of(row: Row) -> str:
         members, _, _ = _members(row).partition(" #")
-        if members.rpartition(" of ")[2] in agreed:
+        if _whole_group(members) in agreed:
             return _members(row)
         return f"{members} {row.get('group') or ''}".strip()
 
     return name_of
+
+
+def _whole_group(members: str) -> str:
+    """The group of a message between two of its members: of `0>1 of 0,1,2` it is `0,1,2`."""
+    return members.rpartition(" of ")[2]
 
 
 def _members(row: Row) -> str:
@@ -85,11 +94,11 @@ def _members(row: Row) -> str:
 
 def _users(rows: Iterable[Row]) -> dict[str, set[int]]:
     """The ranks that use each group of which only the name is known."""
-    found: dict[str, set[int]] = defaultdict(set)
+    users: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         if _members(row).startswith(NAMED):
-            found[_members(row)].add(row["rank"])
-    return found
+            users[_members(row)].add(row["rank"])
+    return users
 
 
 def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iterator[list[Row]]:
@@ -98,41 +107,47 @@ def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iter
         yield from _met_by_name(rows)
         return
     size = next((row["group_size"] for row in rows if row.get("group_size")), group.count(",") + 1)
-    shared = len(users.get(_members(rows[0]), ())) > size  # several groups go by this name
-    alone = [row for row in rows if shared or group == ONE_OF_SEVERAL or _may_be_of_others(row, group, size)]
-    yield from ([row] for row in alone)
-    left_out = {id(row) for row in alone}
-    others = [row for row in rows if id(row) not in left_out]
-    of_rank = grouped(sorted(others, key=lambda row: (row["rank"], *_issued(row))), itemgetter("rank"))
-    if len({tuple(row["kind"] for row in own) for own in of_rank.values()}) == 1:
-        yield from map(list, zip(*of_rank.values()))
+    is_shared = len(users.get(_members(rows[0]), ())) > size  # several groups go by this name
+    others = []
+    for row in rows:
+        if is_shared or group == ONE_OF_SEVERAL or _may_be_of_others(row, group, size):
+            yield [row]
+        else:
+            others.append(row)
+    in_order = sorted(others, key=lambda row: (row["rank"], *_issued(row)))
+    by_rank = grouped(in_order, itemgetter("rank"))
+    orders_of_kinds = {tuple(row["kind"] for row in of_rank) for of_rank in by_rank.values()}
+    if len(orders_of_kinds) == 1:
+        yield from map(list, zip(*by_rank.values()))
     else:
-        for own in grouped(others, itemgetter("kind")).values():
-            yield from _met_by_count(own, itemgetter("unit", "phase", "kind"))
+        for of_kind in grouped(others, itemgetter("kind")).values():
+            yield from _met_by_count(of_kind, itemgetter("unit", "phase", "kind"))
 
 
 def _may_be_of_others(row: Row, group: str, size: int) -> bool:
     """Whether it is a message between two ranks of a larger group, of which the trace does not say between which."""
-    return row["kind"] == PEER_COPY or row["kind"] == PAIRED and ">" not in group and size != 2
+    if row["kind"] == PEER_COPY:
+        return True
+    return row["kind"] == PAIRED and ">" not in group and size != 2
 
 
 def _issued(row: Row) -> tuple[int, int]:
+    """A key for the order of a rank's calls."""
     issue: int | None = row.get("issue_ns")
     return (row["start_ns"] if issue is None else issue), row["start_ns"]
 
 
 def _met_by_count(rows: Sequence[Row], closer: Callable[[Row], Any] | None = None) -> Iterator[list[Row]]:
     """The n-th of each rank, where all have equally many; else the same of those that are alike in more."""
-    of_rank = [
-        sorted(own, key=_issued) for own in grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank")).values()
-    ]
-    if len({len(own) for own in of_rank}) == 1:
-        yield from map(list, zip(*of_rank))
+    by_rank = grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank"))
+    in_order = [sorted(of_rank, key=_issued) for of_rank in by_rank.values()]
+    if len({len(of_rank) for of_rank in in_order}) == 1:
+        yield from map(list, zip(*in_order))
     elif closer is None:
         yield from ([row] for row in rows)
     else:
-        for own in grouped(rows, closer).values():
-            yield from _met_by_count(own)
+        for alike in grouped(rows, closer).values():
+            yield from _met_by_count(alike)
 
 
 def _met_by_name(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -147,16 +162,18 @@ def _met_by_name(rows: Sequence[Row]) -> Iterator[list[Row]]:
         phase = "" if row["kind"] == PAIRED and len(ranks) <= 2 else row["phase"]
         return row["unit"], phase, row["kind"]
 
-    for (_, _, kind), own in grouped(rows, name).items():
-        counts = Counter(row["rank"] for row in own)
-        if kind == PAIRED and (len(counts) < len(ranks) or len(set(counts.values())) > 1):
-            yield from ([row] for row in own)
+    for (_, _, kind), of_name in grouped(rows, name).items():
+        counts = Counter(row["rank"] for row in of_name)
+        is_uneven = len(counts) < len(ranks) or len(set(counts.values())) > 1
+        if kind == PAIRED and is_uneven:
+            yield from ([row] for row in of_name)
         else:
-            yield from _nth(own)
+            yield from _nth(of_name)
 
 
 def _nth(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """The n-th of each rank, as many as any rank has."""
-    of_rank = [sorted(own, key=itemgetter("start_ns")) for own in grouped(rows, itemgetter("rank")).values()]
-    for number in range(max(map(len, of_rank))):
-        yield [own[number] for own in of_rank if number < len(own)]
+    by_rank = grouped(rows, itemgetter("rank"))
+    in_order = [sorted(of_rank, key=itemgetter("start_ns")) for of_rank in by_rank.values()]
+    for number in range(max(map(len, in_order))):
+        yield [of_rank[number] for of_rank in in_order if number < len(of_rank)]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdplab.profiling.traces.events import Events, Kind, Range
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range
 from fsdplab.profiling.traces.segments import nests
 
 
@@ -21,16 +22,19 @@ class Modules:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._around = nests(events.modules)
-        numbers = dict(events.sequence.tolist())
-        backward = [row for row in numbers if events.kind[row] == Kind.AUTOGRAD]
-        self._nodes = nests(self._node(row, numbers[row]) for row in backward)
-        self._forward: dict[str, int] = {}
-        for row, number in numbers.items():
-            if events.kind[row] == Kind.OPERATOR:
+        self._forward: dict[str, int] = {}  # number of a node -> row of the operator that built it
+        backward = []
+        for row, number in dict(events.sequence.tolist()).items():
+            kind = events.kind[row]
+            if kind == Kind.AUTOGRAD:
+                backward.append(self._node(row, number))
+            if kind == Kind.OPERATOR:
                 self._forward.setdefault(str(number), row)
+        self._nodes = nests(backward)
         self._depth = self._depth_of_several() if events.modules else 0
 
     def _node(self, row: int, number: int) -> Range:
+        """A node of the backward as a range that is labelled by its number."""
         events = self._events
         return Range(str(number), "", int(events.start[row]), int(events.end[row]), int(events.thread[row]))
 
@@ -47,7 +51,9 @@ class Modules:
     def _path(self, instant: int, thread: int) -> list[str]:
         """The modules around an instant, outermost first."""
         nest = self._around.get(thread)
-        return [] if nest is None else [module.label for module in reversed(nest.around(instant))]
+        if nest is None:
+            return []
+        return [module.label for module in reversed(nest.around(instant))]
 
     def at(self, instants: np.ndarray, threads: np.ndarray) -> list[str]:
         """The module of work that began at each instant on each thread."""
@@ -57,12 +63,16 @@ class Modules:
 
     def _at(self, instant: int, thread: int) -> str:
         path = self._path(instant, thread) or self._path_of_forward(instant, thread)
-        return path[min(self._depth, len(path) - 1)] if path else ""
+        if not path:
+            return ""
+        return path[min(self._depth, len(path) - 1)]
 
     def _path_of_forward(self, instant: int, thread: int) -> Sequence[str]:
         """Of a backward, the modules of the operator that built its node."""
         nest = self._nodes.get(thread)
-        for node in [] if nest is None else nest.around(instant):
+        if nest is None:
+            return []
+        for node in nest.around(instant):
             row = self._forward.get(node.label)
             if row is not None:
                 return self._path(int(self._events.start[row]), int(self._events.thread[row]))

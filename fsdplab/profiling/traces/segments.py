@@ -17,7 +17,8 @@ import numpy as np
 
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import EMPTY, Intervals, covered, pairs, union
-from fsdplab.profiling.traces.events import Events, Kind, Range, Window
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range, Window
 
 PHASES = ("forward", "backward", "optimizer")
 _OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")
@@ -29,13 +30,16 @@ _LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_bac
 class Segments:
     """The unit and the phase at instants on the trace's own clock, and the instants at which they change."""
 
-    def __init__(self, found: Events, steps: Sequence[Window]) -> None:
-        self._unit_times, self._units = _unit_changes(found.ranges)
-        starts = np.concatenate([EMPTY[:, 0], *(busy[:, 0] for busy in found.host_busy.values())])
-        self._backward = _backward(found, starts)
-        stepping = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
-        optimizer = [(_after_a_closure(self._backward, start, end), end) for start, end in stepping]
-        self._optimizer = union(optimizer, _after(self._backward, steps))
+    def __init__(self, events: Events, steps: Sequence[Window]) -> None:
+        self._unit_times, self._units = _unit_changes(events.ranges)
+        starts = [busy[:, 0] for busy in events.host_busy.values()]
+        self._backward = _backward(events, np.concatenate([EMPTY[:, 0], *starts]))
+        optimizer = []
+        for labelled in events.ranges:
+            if labelled.label == "optimizer":
+                start = _after_a_closure(self._backward, labelled.start, labelled.end)
+                optimizer.append((start, labelled.end))
+        self._optimizer = union(optimizer, _after_backward(self._backward, steps))
 
     @cached_property
     def changes(self) -> np.ndarray:
@@ -44,40 +48,61 @@ class Segments:
 
     def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
         """The unit at each instant; "" outside of all units, and where no engine marks them."""
-        return [self._units[at] for at in np.asarray(np.searchsorted(self._unit_times, instants, side="right"))]
+        passed = np.asarray(np.searchsorted(self._unit_times, instants, side="right"))
+        return [self._units[number] for number in passed]
 
     def phases_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
         """forward, backward or optimizer."""
-        answer = np.where(covered(self._optimizer, instants), 2, np.where(covered(self._backward, instants), 1, 0))
-        return [PHASES[index] for index in answer]
+        backward = covered(self._backward, instants)
+        optimizer = covered(self._optimizer, instants)
+        positions = np.where(optimizer, 2, np.where(backward, 1, 0))
+        return [PHASES[position] for position in positions]
 
 
 def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
     """The instants at which the unit changes, and the units before the first, between them and after the last."""
-    marks = [(each.end, True, each.unit) for each in ranges if each.label in _ENTER]
-    marks += [(each.start, False, each.unit) for each in ranges if each.label in _LEAVE]
-    stack, times, units = [], [], [""]
-    for time, enter, unit in sorted(marks):
-        if enter:
-            stack.append(unit)
-        elif unit in stack:
-            del stack[len(stack) - 1 - stack[::-1].index(unit)]
+    marks: list[tuple[int, bool, str]] = []  # when, whether the unit is entered or left, and the unit
+    for labelled in ranges:
+        if labelled.label in _ENTER:
+            marks.append((labelled.end, True, labelled.unit))
+        if labelled.label in _LEAVE:
+            marks.append((labelled.start, False, labelled.unit))
+    entered: list[str] = []
+    times: list[int] = []
+    units = [""]
+    for time, enters, unit in sorted(marks):
+        if enters:
+            entered.append(unit)
+        elif unit in entered:
+            _remove_last(entered, unit)
         times.append(time)
-        units.append(stack[-1] if stack else "")
+        units.append(entered[-1] if entered else "")
     return np.array(times, dtype=np.int64), units
 
 
-def _backward(found: Events, compute_starts: np.ndarray) -> Intervals:
+def _remove_last(entered: list[str], unit: str) -> None:
+    place = len(entered) - 1 - entered[::-1].index(unit)
+    del entered[place]
+
+
+def _backward(events: Events, compute_starts: np.ndarray) -> Intervals:
     """Autograd's ranges, each up to the next computing or step's end: the host waits for reductions in between."""
-    marked = [(each.start, each.end) for each in found.ranges if each.label.startswith(_OF_BACKWARD)]
-    pieces = union(found.spans(Kind.AUTOGRAD), marked)
+    marked: list[tuple[int, int]] = []
+    ends: list[int] = []
+    for labelled in events.ranges:
+        if labelled.label.startswith(_OF_BACKWARD):
+            marked.append((labelled.start, labelled.end))
+        if labelled.label == "optimizer":
+            ends.append(labelled.start)
+    pieces = union(events.spans(Kind.AUTOGRAD), marked)
     if not len(pieces):
         return pieces
-    ends = [each.start for each in found.ranges if each.label == "optimizer"] + [end for _, _, end in found.steps]
-    marks = np.sort(np.append(compute_starts, np.array(ends, dtype=np.int64)))
-    following = np.searchsorted(marks, pieces[:, 1], side="left")
-    limit = np.append(marks, max(found.last, pieces[-1, 1]))[following]
-    return union(np.stack([pieces[:, 0], np.maximum(limit, pieces[:, 1])], axis=1))
+    ends += [window.end for window in events.steps]
+    limits = np.sort(np.append(compute_starts, np.array(ends, dtype=np.int64)))
+    following = np.searchsorted(limits, pieces[:, 1], side="left")
+    last = max(events.last, int(pieces[-1, 1]))
+    until = np.append(limits, last)[following]
+    return union(np.stack([pieces[:, 0], np.maximum(until, pieces[:, 1])], axis=1))
 
 
 def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
@@ -86,12 +111,13 @@ def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
     return int(inside[-1, 1]) if len(inside) else start
 
 
-def _after(backward: Intervals, steps: Sequence[Window]) -> Intervals:
+def _after_backward(backward: Intervals, steps: Sequence[Window]) -> Intervals:
     """From the end of each step's last backward to the end of the step."""
-    bounds = pairs([step[1:] for step in steps])
-    last = np.append(_NEVER, backward[:, 1])[np.searchsorted(backward[:, 1], bounds[:, 1], side="right")]
-    within = (bounds[:, 0] < last) & (last < bounds[:, 1])
-    return np.stack([last, bounds[:, 1]], axis=1)[within]
+    begins, ends = pairs([(step.start, step.end) for step in steps]).T
+    ended = np.searchsorted(backward[:, 1], ends, side="right")
+    last_end = np.append(_NEVER, backward[:, 1])[ended]
+    is_within = (begins < last_end) & (last_end < ends)
+    return np.stack([last_end, ends], axis=1)[is_within]
 
 
 class Nest:
@@ -103,25 +129,26 @@ class Nest:
     """
 
     def __init__(self, ranges: Iterable[Range]) -> None:
-        self._ranges = sorted(ranges, key=lambda each: (each.start, -each.end))
-        self._starts = [each.start for each in self._ranges]
-        self._parents: list[int] = []
-        stack: list[int] = []
-        for index, each in enumerate(self._ranges):
-            while stack and self._ranges[stack[-1]].end < each.end:
-                stack.pop()
-            self._parents.append(stack[-1] if stack else -1)
-            stack.append(index)
+        self._ranges = sorted(ranges, key=lambda inner: (inner.start, -inner.end))
+        self._starts = [inner.start for inner in self._ranges]
+        self._parents: list[int] = []  # of each range the index of the one around it, -1 for none
+        open_ranges: list[int] = []
+        for index, inner in enumerate(self._ranges):
+            while open_ranges and self._ranges[open_ranges[-1]].end < inner.end:
+                open_ranges.pop()
+            self._parents.append(open_ranges[-1] if open_ranges else -1)
+            open_ranges.append(index)
 
     def around(self, instant: int) -> list[Range]:
         """The ranges that hold an instant, innermost first."""
         index = bisect_right(self._starts, instant) - 1
-        found = []
+        around = []
         while index >= 0:
-            if instant < self._ranges[index].end or self._ranges[index].start == instant:
-                found.append(self._ranges[index])
+            outer = self._ranges[index]
+            if instant < outer.end or outer.start == instant:
+                around.append(outer)
             index = self._parents[index]
-        return found
+        return around
 
 
 def nests(ranges: Iterable[Range]) -> dict[int, Nest]:

@@ -39,30 +39,45 @@ def read_all(
 
     Raises the first TraceError or AccountingError. `read_all([(Path("rank0.json"), {}), (Path("rank1.json"), {})])`.
     """
-    sizes = [(path, path.stat().st_size) for path, _ in readings if path.exists()]
-    small = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes) < _SMALL
+    is_small = _unpacked_bytes(readings) < _SMALL
+    if not processes:
+        processes = 1 if is_small else min(len(readings), _cores())
+    if processes == 1 and is_small:
+        return [analyse_trace(path, **options) for path, options in readings]
+    return _in_processes(readings, progress, processes)
+
+
+def _unpacked_bytes(readings: Sequence[Reading]) -> int:
+    """About how large all traces are, unpacked."""
+    total = 0
+    for path, _ in readings:
+        if path.exists():
+            packed = _PACKED if path.suffix == ".gz" else 1
+            total += packed * path.stat().st_size
+    return total
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    many = processes or (1 if small else min(len(readings), cores))
-    if many == 1 and small:
-        return [analyse_trace(path, **told) for path, told in readings]
-    return _in_processes(readings, progress, many)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: int) -> list[TraceAnalysis]:
-    found: dict[int, TraceAnalysis] = {}
+    """Read so many traces at once, each in a process of its own."""
+    analyses: dict[int, TraceAnalysis] = {}
     with ThreadPoolExecutor(many) as pool:
         waiting = {pool.submit(_read_elsewhere, reading): index for index, reading in enumerate(readings)}
         try:
             for done in as_completed(waiting):
                 index = waiting[done]
-                found[index] = done.result()
+                analyses[index] = done.result()
                 if progress:
-                    progress(len(found), len(readings), readings[index][0])
+                    progress(len(analyses), len(readings), readings[index][0])
         except BaseException:
             pool.shutdown(cancel_futures=True)  # the first error ends the reading; what has begun is finished
             raise
-    return [found[index] for index in range(len(readings))]
+    return [analyses[index] for index in range(len(readings))]
 
 
 def _read_elsewhere(reading: Reading) -> TraceAnalysis:
@@ -90,10 +105,10 @@ def _read_elsewhere(reading: Reading) -> TraceAnalysis:
 def main() -> None:
     """Read the trace that stdin names, write its analysis, or the error, to stdout."""
     gc.disable()  # the process ends with its answer, and millions of events hold no cycles
-    path, told = pickle.load(sys.stdin.buffer)
+    path, options = pickle.load(sys.stdin.buffer)
     answer: TraceAnalysis | Exception
     try:
-        answer = analyse_trace(path, **told)
+        answer = analyse_trace(path, **options)
     except (AccountingError, TraceError) as error:
         answer = error
     sys.stdout.buffer.write(pickle.dumps(answer))

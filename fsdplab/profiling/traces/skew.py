@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdplab.common.collectives import PAIRED, bus_factor
+from fsdplab.profiling.intervals import Intervals
 from fsdplab.profiling.traces.clocks import Clock, clocks_of, contradict
 from fsdplab.profiling.traces.groups import ONE_OF_SEVERAL, of_axis
 from fsdplab.profiling.traces.meeting import matched
@@ -38,9 +39,12 @@ def sent_per_step(collectives: Sequence[Row], ranks_of_job: int) -> tuple[int | 
         if row["step"] == last:
             factor = bus_factor(row["kind"], row["group_size"] or ranks_of_job)
             of_rank[row["rank"]].append((row["logical_bytes"] or 0) * factor)
-    known = any(row["logical_bytes"] is not None for row in collectives)
-    most = max(map(sum, of_rank.values()), default=None)
-    return round(most) if known and most is not None else None, max(map(len, of_rank.values()), default=None)
+    most_bytes = max(map(sum, of_rank.values()), default=None)
+    most_collectives = max(map(len, of_rank.values()), default=None)
+    is_known = any(row["logical_bytes"] is not None for row in collectives)
+    if not is_known or most_bytes is None:
+        return None, most_collectives
+    return round(most_bytes), most_collectives
 
 
 def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[float | None, float | None]:
@@ -59,50 +63,60 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     of one run.
     """
     on_one_clock = _on_one_clock(analyses)
-    came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"  # a GPU's host runs ahead
-    groups = matched(row for analysis in on_one_clock for step in analysis.steps for row in step.collectives)
-    last = {id(row): max(each[came] for each in members) for members in groups.values() for row in members}
-    return [
-        replace(analysis, steps=tuple(_explained(step, last, came) for step in analysis.steps))
-        for analysis in on_one_clock
-    ]
+    # a GPU's host runs ahead
+    came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"
+    last_came: dict[int, int] = {}  # by the identity of a row: when the last rank came to its collective
+    for members in matched(_collectives(on_one_clock)).values():
+        last = max(row[came] for row in members)
+        for row in members:
+            last_came[id(row)] = last
+    explained = []
+    for analysis in on_one_clock:
+        steps = tuple(_explained(step, last_came, came) for step in analysis.steps)
+        explained.append(replace(analysis, steps=steps))
+    return explained
+
+
+def _collectives(analyses: Sequence[TraceAnalysis]) -> list[Row]:
+    """The rows of all collectives of all ranks."""
+    return [row for analysis in analyses for step in analysis.steps for row in step.collectives]
 
 
 def clocks_explain(analyses: Sequence[TraceAnalysis]) -> bool:
     """Whether one shift a rank makes many collectives end together to within some microseconds: no two runs do so."""
-    meetings = list(matched(row for each in analyses for step in each.steps for row in step.collectives).values())
-    clocks = clocks_of(meetings)
+    meetings = list(matched(_collectives(analyses)).values())
     shared = [members for members in meetings if len(members) > 1]
-    sharp = len(shared) >= _MANY and all(clock.error_ns <= _SHARP_NS for clock in clocks.values())
-    return sharp and all(each.rank in clocks for each in analyses)
+    clocks = clocks_of(meetings)
+    is_sharp = all(clock.error_ns <= _SHARP_NS for clock in clocks.values())
+    has_all = all(analysis.rank in clocks for analysis in analyses)
+    return len(shared) >= _MANY and is_sharp and has_all
 
 
 def _on_one_clock(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     """The analyses with each rank's shift taken from all of its times. CPU ranks of one host share its clock, and
     their threads end a collective less sharply than kernels do: their clocks are believed unless they cannot be right.
     """
-    meetings = list(
-        matched(
-            row for each in analyses for step in each.steps for row in step.collectives if not row["emulated"]
-        ).values()
-    )
-    hosts = {each.origin.host for each in analyses}
-    one_host = all(each.device == "cpu" for each in analyses) and len(hosts) == 1 and "" not in hosts
-    if one_host and not contradict(meetings):
+    real = [row for row in _collectives(analyses) if not row["emulated"]]
+    meetings = list(matched(real).values())
+    hosts = {analysis.origin.host for analysis in analyses}
+    is_one_host = len(hosts) == 1 and "" not in hosts
+    on_cpus = all(analysis.device == "cpu" for analysis in analyses)
+    if is_one_host and on_cpus and not contradict(meetings):
         return list(analyses)
     clocks = clocks_of(meetings)
-    return [shifted(each, clocks.get(each.rank, Clock())) for each in analyses]
+    return [shifted(analysis, clocks.get(analysis.rank, Clock())) for analysis in analyses]
 
 
 def on_axes(analysis: TraceAnalysis, spec: Mapping[str, Any]) -> TraceAnalysis:
     """The analysis with the process group of each collective of a run of the lab: that of the mesh's axis."""
 
-    def grouped(row: Row) -> Row:
+    def with_group(row: Row) -> Row:
+        if row["members"] not in ("", ONE_OF_SEVERAL) or row["kind"] == PAIRED:
+            return row
         group = of_axis(spec, analysis.rank, row["kind"])
-        known = row["members"] not in ("", ONE_OF_SEVERAL) or row["kind"] == PAIRED
-        return row if known else row | {"group": group.name, "group_size": group.size, "members": group.members}
+        return row | {"group": group.name, "group_size": group.size, "members": group.members}
 
-    steps = (replace(step, collectives=tuple(map(grouped, step.collectives))) for step in analysis.steps)
+    steps = [replace(step, collectives=tuple(map(with_group, step.collectives))) for step in analysis.steps]
     return replace(analysis, steps=tuple(steps))
 
 
@@ -118,37 +132,45 @@ def shifted(analysis: TraceAnalysis, clock: Clock) -> TraceAnalysis:
             times["on_link"] = [[start - ahead, end - ahead] for start, end in row["on_link"]]
         return row | times
 
-    steps = (
-        replace(
-            step, timeline=tuple(map(earlier, step.timeline)), collectives=tuple(map(earlier, step.collectives)),
-            computing=step.computing - ahead,
-        )
-        for step in analysis.steps
-    )  # fmt: skip
+    steps = []
+    for step in analysis.steps:
+        timeline = tuple(map(earlier, step.timeline))
+        collectives = tuple(map(earlier, step.collectives))
+        computing: Intervals = step.computing - ahead
+        steps.append(replace(step, timeline=timeline, collectives=collectives, computing=computing))
     return replace(analysis, steps=tuple(steps), clock=clock)
 
 
-def _explained(step: StepAnalysis, last: dict[int, int], came: str) -> StepAnalysis:
-    collectives = tuple(_told(row, last[id(row)], came) for row in step.collectives)
-    worst: dict[tuple, Row] = {}
-    waited: dict[tuple, int] = defaultdict(int)
-    for row, before in sorted(zip(collectives, step.collectives), key=lambda pair: pair[0]["exposed_ns"]):
-        worst[_group(row)] = row
-        waited[_group(row)] += row["waiting_ns"] - before["waiting_ns"]
-    exposed = tuple(
-        _waiting(row | {"cause": worst.get(_group(row), row)["cause"]}, waited[_group(row)]) for row in step.exposed
-    )
-    breakdown = _waiting(step.breakdown, sum(waited.values()))
-    return replace(step, breakdown=breakdown, exposed=exposed, collectives=collectives)
+def _explained(step: StepAnalysis, last_came: dict[int, int], came: str) -> StepAnalysis:
+    """The step with what its ranks waited for their peers, in all of its tables."""
+    collectives = tuple(_with_peer(row, last_came[id(row)], came) for row in step.collectives)
+    cause: dict[tuple, str] = {}
+    waited_ns: dict[tuple, int] = defaultdict(int)
+    by_exposed_time = sorted(zip(collectives, step.collectives), key=lambda rows: rows[0]["exposed_ns"])
+    for row, before in by_exposed_time:  # the most exposed one comes last and gives the cause
+        label = _label(row)
+        cause[label] = row["cause"]
+        waited_ns[label] += row["waiting_ns"] - before["waiting_ns"]
+    exposed = []
+    for row in step.exposed:
+        label = _label(row)
+        row = row | {"cause": cause.get(label, row["cause"])}
+        exposed.append(_waiting(row, waited_ns[label]))
+    breakdown = _waiting(step.breakdown, sum(waited_ns.values()))
+    return replace(step, breakdown=breakdown, exposed=tuple(exposed), collectives=collectives)
 
 
-def _told(row: Row, last: int, came: str) -> Row:
+def _with_peer(row: Row, last: int, came: str) -> Row:
     """The row where the last rank came at `last`: what a transport spent before then is waiting (an emulated link
     begins then), and its cause is a peer if that rank came later by at least half of what was exposed.
     """
-    before = 0 if row["emulated"] else sum(max(0, min(end, last) - start) for start, end in row["on_link"])
-    by_a_peer = 0 < row["exposed_ns"] <= 2 * (last - row[came]) and row["cause"] in _MAY_BE_A_PEER
-    return _waiting(row | {"cause": "waiting_for_peer"} if by_a_peer else row, before)
+    waited_ns = 0
+    if not row["emulated"]:
+        waited_ns = sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+    is_half_of_it = 0 < row["exposed_ns"] <= 2 * (last - row[came])
+    if is_half_of_it and row["cause"] in _MAY_BE_A_PEER:
+        row = row | {"cause": "waiting_for_peer"}
+    return _waiting(row, waited_ns)
 
 
 def _waiting(row: Row, waited_ns: int) -> Row:
@@ -156,5 +178,5 @@ def _waiting(row: Row, waited_ns: int) -> Row:
     return row | {"on_link_ns": row["on_link_ns"] - waited_ns, "waiting_ns": row["waiting_ns"] + waited_ns}
 
 
-def _group(row: Row) -> tuple[str, str, str]:
+def _label(row: Row) -> tuple[str, str, str]:
     return row["unit"], row["phase"], row["kind"]

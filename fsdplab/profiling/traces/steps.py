@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals, before, pairs, size, subtract, union, within
-from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import COPIES, Events, Kind, Window
+from fsdplab.profiling.traces.collective import Collective
+from fsdplab.profiling.traces.event_kinds import COPIES, Kind
+from fsdplab.profiling.traces.events import Events, Window
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,26 @@ class NoStep:
 
     def sentences(self) -> list[str]:
         """What a reader must know: `["2.1 ms of device work (4 %) belong to no profiled step: ..."]`; [] if nothing."""
-        found = []
+        sentences = []
         if not self.step_ranges:
-            found.append(
+            sentences.append(
                 "the trace has no ProfilerStep ranges, so all of it counts as one step: give the profiler a schedule"
                 " (torch.profiler.schedule), and call prof.step() behind each step of the training"
             )
         if not self.by_launch:
-            found.append(
+            sentences.append(
                 "the trace has no correlation numbers: steps are the host's ranges, and a GPU that runs behind its host"
                 " does other steps' work in them"
             )
         if self.ns:
-            found.append(
+            sentences.append(
                 f"{self.ns / 1e6:.3g} ms of device work ({self.ns / self.device_ns:.1%}) belong to no profiled step:"
                 " launched outside of every ProfilerStep range, before the trace began, or beside another step"
             )
         if self.empty_steps:
-            found.append(f"no device work was launched in steps {', '.join(map(str, self.empty_steps))}: left out")
-        return found
+            steps = ", ".join(map(str, self.empty_steps))
+            sentences.append(f"no device work was launched in steps {steps}: left out")
+        return sentences
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,83 +76,120 @@ class Step:
 
 
 def steps_of(
-    found: Events, collectives: Sequence[Collective], ranges: Sequence[Window], host_computing: Intervals, whole: bool
+    events: Events, collectives: Sequence[Collective], ranges: Sequence[Window], host_computing: Intervals, whole: bool
 ) -> tuple[list[Step], NoStep]:
-    """By launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one step."""
-    shows_launches = bool((found.launched_by >= 0).any()) if found.on_gpu else False
+    """The steps by launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one."""
+    if not events.on_gpu:
+        return _by_clock(events, host_computing, collectives, ranges), NoStep()
+    shows_launches = bool((events.launched_by >= 0).any())
     if shows_launches and not whole:
-        return _by_launch(found, collectives, ranges)
-    computing = union(found.spans(Kind.KERNEL)) if found.on_gpu else host_computing
-    no_step = NoStep(by_launch=shows_launches or whole or not found.on_gpu)
-    return _by_clock(found, computing, collectives, ranges), no_step
+        return _by_launch(events, collectives, ranges)
+    computing = union(events.spans(Kind.KERNEL))
+    return _by_clock(events, computing, collectives, ranges), NoStep(by_launch=shows_launches or whole)
 
 
 def _by_clock(
-    found: Events, computing: Intervals, collectives: Sequence[Collective], ranges: Sequence[Window]
+    events: Events, computing: Intervals, collectives: Sequence[Collective], ranges: Sequence[Window]
 ) -> list[Step]:
-    """Everything that runs in a range belongs to it. A collective with pieces in two steps (gloo's range may end late)
-    is counted in the first.
+    """Give each range everything that runs in it. A collective with pieces in two steps (gloo's range may end late) is
+    counted in the first.
     """
-    kernels, reach = found.rows(Kind.KERNEL), pairs([(each.first, each.last) for each in collectives])
-    made: list[Step] = []
+    kernels = events.rows(Kind.KERNEL)
+    reach = pairs([(collective.first, collective.last) for collective in collectives])
+    steps: list[Step] = []
     for window in ranges:
-        _, start, end = window
-        near = np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()
-        mine = [collectives[at] for at in near if any(a < end and b > start for a, b, _ in collectives[at].pieces)]
-        counted = [not made or each.first >= made[-1].window.end for each in mine]
-        made.append(Step(window, within(computing, start, end), mine, counted, _running(found, kernels, window)))
-    return made
+        near = np.flatnonzero((reach[:, 0] < window.end) & (reach[:, 1] > window.start))
+        of_step = [collectives[index] for index in near.tolist() if _runs_in(collectives[index], window)]
+        counted = [not steps or collective.first >= steps[-1].window.end for collective in of_step]
+        computing_in_step = within(computing, window.start, window.end)
+        steps.append(Step(window, computing_in_step, of_step, counted, _running(events, kernels, window)))
+    return steps
 
 
-def _by_launch(found: Events, collectives: Sequence[Collective], ranges: Sequence[Window]) -> tuple[list[Step], NoStep]:
-    """A range's step is what it launched."""
-    kernels, copies = found.rows(Kind.KERNEL), found.rows(*COPIES)
-    kernel_steps, copy_steps = (_launched_in(found.of_launch(found.start, rows), ranges) for rows in (kernels, copies))
-    members: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
-    issues = np.array([each.issue for each in collectives], dtype=np.int64)
-    for each, index in zip(collectives, _launched_in(issues, ranges).tolist()):
-        members[index if each.issued else -1].append(each)
+def _runs_in(collective: Collective, window: Window) -> bool:
+    """Whether a piece of a collective runs in a window, and not only its whole around it."""
+    return any(piece.start < window.end and piece.end > window.start for piece in collective.pieces)
 
-    def without_copies(index: int) -> Intervals:
-        return union(found.spans_of(kernels[kernel_steps == index]), pieces_of(members[index]))
 
-    *own, of_none = (
-        union(without_copies(index), found.spans_of(copies[copy_steps == index])) for index in [*range(len(ranges)), -1]
-    )
-    working = [index for index, work in enumerate(own) if len(work)]
+class _Launched:
+    """What each range of the host launched: kernels and copies as rows of the events, and collectives.
+
+    A range is known by its index; -1 is for what no range launched, or nobody that the trace shows.
+    """
+
+    def __init__(self, events: Events, collectives: Sequence[Collective], ranges: Sequence[Window]) -> None:
+        self._events = events
+        self._kernels = events.rows(Kind.KERNEL)
+        self._copies = events.rows(*COPIES)
+        self._kernel_steps = _launched_in(events.of_launch(events.start, self._kernels), ranges)
+        self._copy_steps = _launched_in(events.of_launch(events.start, self._copies), ranges)
+        self.collectives: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
+        issues = np.array([collective.issue for collective in collectives], dtype=np.int64)
+        for collective, index in zip(collectives, _launched_in(issues, ranges).tolist()):
+            self.collectives[index if collective.issued else -1].append(collective)
+
+    def kernels(self, index: int) -> np.ndarray:
+        return self._kernels[self._kernel_steps == index]
+
+    def work(self, index: int) -> Intervals:
+        """When the device worked for a range."""
+        copies = self._copies[self._copy_steps == index]
+        return union(self.work_without_copies(index), self._events.spans_of(copies))
+
+    def work_without_copies(self, index: int) -> Intervals:
+        return union(self._events.spans_of(self.kernels(index)), pieces_of(self.collectives[index]))
+
+
+def _by_launch(
+    events: Events, collectives: Sequence[Collective], ranges: Sequence[Window]
+) -> tuple[list[Step], NoStep]:
+    """Give each range's step what the range launched."""
+    launched = _Launched(events, collectives, ranges)
+    work = [launched.work(index) for index in range(len(ranges))]
+    of_none = launched.work(-1)
+    working = [index for index, of_step in enumerate(work) if len(of_step)]
+
     # What the device still had to do when the first step came to it: work of no step that began before the step's own
     # kernels. A copy of the step may run beside it; what is launched unseen later on is not older.
-    begun = without_copies(working[0])[:1, 0] if working else EMPTY[:, 0]
-    earlier = of_none[of_none[:, 0] < begun] if len(begun) else EMPTY
-    ahead = [earlier] if len(earlier) else []
-    bounds = device_windows([*ahead, *(own[index] for index in working)])[len(ahead) :]
-    kept = {index: (start, end) for index, (start, end) in zip(working, bounds) if start < end}
-    made = []
-    windows = wall_windows(kept, ranges, int(earlier[-1, 1]) if len(earlier) else ranges[0][1])
-    for index, window in zip(kept, windows):
-        mine = _running(found, kernels[kernel_steps == index], window)
-        computing = within(union(found.spans_of(mine)), window.start, window.end)
-        made.append(Step(window, computing, members[index], [True] * len(members[index]), mine))
-    beyond = [subtract(work, [kept.get(index, (0, 0))]) for index, work in enumerate(own)]
-    empty = tuple(number for index, (number, *_) in enumerate(ranges) if index not in kept)
-    return made, NoStep(size(union(of_none, *beyond)), size(union(of_none, *own)), empty)
+    earlier = EMPTY
+    if working:
+        own = launched.work_without_copies(working[0])
+        if len(own):
+            earlier = of_none[of_none[:, 0] < own[0, 0]]
+    busy_until = int(earlier[-1, 1]) if len(earlier) else ranges[0].start
+
+    to_cut = [earlier] if len(earlier) else []
+    to_cut += [work[index] for index in working]
+    bounds = device_windows(to_cut)[len(to_cut) - len(working) :]
+    on_device = {index: (start, end) for index, (start, end) in zip(working, bounds) if start < end}
+    steps = []
+    for index, window in zip(on_device, wall_windows(on_device, ranges, busy_until)):
+        kernels = _running(events, launched.kernels(index), window)
+        computing = within(union(events.spans_of(kernels)), window.start, window.end)
+        of_step = launched.collectives[index]
+        steps.append(Step(window, computing, of_step, [True] * len(of_step), kernels))
+
+    beyond = [subtract(of_step, [on_device.get(index, (0, 0))]) for index, of_step in enumerate(work)]
+    empty = tuple(window.number for index, window in enumerate(ranges) if index not in on_device)
+    return steps, NoStep(size(union(of_none, *beyond)), size(union(of_none, *work)), empty)
 
 
-def _running(found: Events, rows: np.ndarray, window: Window) -> np.ndarray:
+def _running(events: Events, rows: np.ndarray, window: Window) -> np.ndarray:
     """The rows that run in a window."""
-    return rows[(found.end[rows] > window.start) & (found.start[rows] < window.end)]
+    return rows[(events.end[rows] > window.start) & (events.start[rows] < window.end)]
 
 
 def pieces_of(collectives: Sequence[Collective]) -> Intervals:
     """All pieces of all collectives as one array of intervals, which may overlap."""
-    return pairs([(piece.start, piece.end) for each in collectives for piece in each.pieces])
+    return pairs([(piece.start, piece.end) for collective in collectives for piece in collective.pieces])
 
 
 def _launched_in(launches: np.ndarray, ranges: Sequence[Window]) -> np.ndarray:
     """The index of the range in which each launch lies; -1 for none. The ranges are in order of their starts."""
-    bounds = pairs([each[1:] for each in ranges])
-    at = np.searchsorted(bounds[:, 0], launches, side="right") - 1
-    return np.where((at >= 0) & (launches <= bounds[at, 1]), at, -1)
+    begins, ends = pairs([(window.start, window.end) for window in ranges]).T
+    last_begun = np.searchsorted(begins, launches, side="right") - 1
+    is_inside = (last_begun >= 0) & (launches <= ends[last_begun])
+    return np.where(is_inside, last_begun, -1)
 
 
 def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
@@ -160,12 +199,15 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
     >>> device_windows([np.array([[0, 10]]), np.array([[8, 9], [11, 20]])])     # one nanosecond is left outside
     [(0, 10), (10, 20)]
     """
-    bounds = [(int(each[0, 0]), int(each[-1, 1])) for each in own]
+    bounds = [(int(work[0, 0]), int(work[-1, 1])) for work in own]
     for index in range(1, len(bounds)):
-        (begun, until), (start, end) = bounds[index - 1], bounds[index]
+        begun, until = bounds[index - 1]
+        start, end = bounds[index]
         if start < until:
-            cut = _cut(own[index - 1], own[index], max(begun, start), max(begun, min(until, end)))
-            bounds[index - 1], bounds[index] = (begun, cut), (cut, max(cut, end))
+            first, last = max(begun, start), max(begun, min(until, end))
+            cut = _cut(own[index - 1], own[index], first, last)
+            bounds[index - 1] = begun, cut
+            bounds[index] = cut, max(cut, end)
     return bounds
 
 
@@ -185,7 +227,8 @@ def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[Window], bu
     for index, (_, last) in device.items():
         number, _, end = steps[index]
         follows = index + 1 < len(steps) and steps[index + 1][0] == number + 1
-        windows.append(Window(number, begins[index], begins[index + 1] if follows else max(end, last)))
+        until = begins[index + 1] if follows else max(end, last)
+        windows.append(Window(number, begins[index], until))
     return windows
 
 
@@ -197,6 +240,8 @@ def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
     return int(edges[int(np.argmin(outside))])
 
 
-def all_device_work(found: Events, collectives: Sequence[Collective]) -> Intervals:
+def all_device_work(events: Events, collectives: Sequence[Collective]) -> Intervals:
     """When the device did anything at all: kernels, copies, communication."""
-    return union(found.spans(Kind.KERNEL, *COPIES), pieces_of(collectives)) if found.on_gpu else EMPTY
+    if not events.on_gpu:
+        return EMPTY
+    return union(events.spans(Kind.KERNEL, *COPIES), pieces_of(collectives))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from fsdplab.common.errors import UserError
+from fsdplab.common.fields import refusal
 from fsdplab.common.machine import why_no_ranks
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.words import did_you_mean, squeezed
@@ -44,10 +44,10 @@ class Rule:
     remedy: Words
 
     def check(self, spec: object) -> None:
-        """SpecError unless the condition is fulfilled."""
+        """Raise SpecError unless the condition is fulfilled."""
         if not self.holds(spec):
-            told = filter(None, (_words(self.message, spec), _words(self.remedy, spec)))
-            raise SpecError("; ".join(told), *self.fields)
+            halves = (_words(self.message, spec), _words(self.remedy, spec))
+            raise SpecError("; ".join(half for half in halves if half), *self.fields)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Readable:
     errors: tuple[type[Exception], ...]
 
     def check(self, spec: object) -> None:
-        """SpecError where the fields cannot be read."""
+        """Raise SpecError where the fields cannot be read."""
         try:
             self.read(spec)
         except self.errors as error:
@@ -80,55 +80,38 @@ class Checked:
     RULES: ClassVar[Rules] = ()
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_value(each.name, getattr(self, each.name), each.default, **each.metadata)
+        for field in fields(self):
+            check_value(field.name, getattr(self, field.name), field.default, **field.metadata)
         for part in reversed(type(self).__mro__):
             for rule in vars(part).get("RULES", ()):
                 rule.check(self)
 
 
-def check_value(
-    name: str,
-    got: object,
-    default: object,
-    *,
-    one_of: Sequence[object] = (),
-    least: int | None = None,
-    most: int | None = None,
-    above: float | None = None,
-    remark: str = "",
-    help: str = "",
-    known: Sequence[str] = (),
-) -> None:
-    """SpecError unless the value of a field is what its `option` expects; a default is always allowed.
-
-    `known` are values of a field that may have others.
-    """
-    if one_of and got not in one_of:
-        words = [str(word) for word in one_of]
-        raise SpecError(f"unknown {name} {got!r}{near_matches(got, words)}; expected one of {', '.join(words)}", name)
-    if above is not None and (isinstance(got, bool) or not isinstance(got, (int, float)) or not above < got < math.inf):
-        raise SpecError(f"{name} is {got!r}; expected a number above {above:g}", name)
-    if least is not None and not (default is None and got is None):
-        check_whole(name, got, least, most, remark)
+def check_value(name: str, value: object, default: object, *, most: int | None = None, **expected: Any) -> None:
+    """Raise SpecError unless the value of a field is what its `option` expects (see `refusal`)."""
+    # a limit from above is far from what anybody gives: it is named where it is passed, and nowhere else
+    wanted = refusal(value, default, **expected) or refusal(value, default, most=most, **expected)
+    if not wanted:
+        return
+    words = [str(word) for word in expected.get("one_of", ())]
+    if words:
+        raise SpecError(f"unknown {name} {value!r}{near_matches(value, words)}; expected {wanted}", name)
+    raise SpecError(f"{name} is {value!r:.40}; expected {wanted}", name)
 
 
-def check_whole(name: str, got: object, least: int, most: int | None = None, remark: str = "") -> None:
-    """SpecError unless `got` is a whole number of at least `least`, and at most `most`."""
-    if isinstance(got, bool) or not isinstance(got, int) or got < least:
-        raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}", name)
-    if most is not None and got > most:
-        raise SpecError(f"{name} is {str(got)[:40]}; expected at most {most:,}", name)
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise SpecError unless the value is a whole number of at least `least`."""
+    check_value(name, value, least, least=least)
 
 
 def check_ranks_run_here() -> None:
-    """SpecError on a system that runs no ranks."""
+    """Raise SpecError on a system that runs no ranks."""
     if (refused := why_no_ranks()) is not None:
         raise SpecError(refused)
 
 
 def check_same(what: str, specs: Sequence[object], names: Sequence[str]) -> None:
-    """SpecError unless these fields have one value each in all specs."""
+    """Raise SpecError unless these fields have one value each in all specs."""
     for name in names:
         values = sorted({str(getattr(spec, name)) for spec in specs})
         if len(values) > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +63,16 @@ class Built:
     notebooks: tuple[Path, ...]
 
 
-def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "learner") -> Built:
+def build_course(
+    source_dir: Path | str,
+    out_dir: Path | str,
+    edition: str = "learner",
+    change: Callable[[str, NotebookNode], NotebookNode] | None = None,
+) -> Built:
     """Write one edition of every notebook in `source_dir` to `out_dir`, outputs stripped.
 
-    CourseError lists every wrong tag by notebook and cell, and is raised too where a file would be overwritten: a
-    learner's work may be in it.
+    `change(file name, notebook)` returns what is written instead of a notebook. CourseError lists every wrong tag by
+    notebook and cell, and is raised too where a file would be overwritten: a learner's work may be in it.
     """
     if edition not in EDITIONS:
         raise CourseError(f"unknown edition {edition!r}; expected one of: {', '.join(EDITIONS)}")
@@ -77,11 +82,15 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
         raise CourseError(
             f"{target} already holds {', '.join(present)}, perhaps a learner's work; give an empty folder"
         )
-    target.mkdir(parents=True, exist_ok=True)
+    built = {}
     for path, notebook in sources:
-        nbformat.write(edition_of(notebook, edition), target / path.name)
+        written = edition_of(notebook, edition)
+        built[path.name] = change(path.name, written) if change else written
+    target.mkdir(parents=True, exist_ok=True)
+    for name, written in built.items():
+        nbformat.write(written, target / name)
     _copy_helpers(Path(source_dir), target)
-    return Built(edition, tuple(target / path.name for path, _ in sources))
+    return Built(edition, tuple(target / name for name in built))
 
 
 def sources_in(directory: Path | str) -> list[tuple[Path, NotebookNode]]:

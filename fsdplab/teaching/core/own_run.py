@@ -6,7 +6,7 @@ learner's own run comes after them, with the part of its step for which the rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fsdplab.common.sizes import percent
 from fsdplab.records import RunRecord, core_sentence
@@ -49,13 +49,3 @@ def why_it_differs(run: RunRecord) -> str:
         f"If your figure differs, this is why: a machine computes and copies at a speed of its own{had}. Bytes, their"
         " order and their time on the emulated link are the same everywhere."
     )
-
-
-def busiest(runs: Sequence[RunRecord]) -> RunRecord:
-    """Return the run whose ranks had a core least often; a simulated one always has its cores."""
-
-    def share(run: RunRecord) -> float:
-        measured = run.summary.cpu_share
-        return 1.0 if measured is None else measured
-
-    return min(runs, key=share)

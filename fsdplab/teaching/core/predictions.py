@@ -2,14 +2,15 @@
 
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
 they guess high or low, and how far. The field is empty at first, since any number in it would be a hint. Without a
-number a notebook still runs, unattended too; the score then says that none was predicted.
+number a notebook still runs, unattended too; the score then says that none was predicted. Where the field is on a page,
+the cell that would score it empty stops once.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
@@ -44,6 +45,8 @@ class Prediction:
         self.measured: float | None = None
         self.origin = "measured"  # of `measured`: it may be computed or simulated
         self.watchers: list[Callable[[], object]] = []
+        self.is_on_page: Callable[[], bool] = lambda: False  # whether somebody has the field before them
+        self.asked_again = False
         stored = workspace.read(FILE).get(name, {})
         if stored.get("unit") == unit and stored.get("by_learner"):
             self.value, self.measured = stored["predicted"], stored["measured"]
@@ -69,6 +72,16 @@ class Prediction:
         """Lock the number as the run starts: it stays as it is."""
         self.locked = True
         self._changed()
+
+    def ask_again(self) -> bool:
+        """Return whether a cell that uses the empty field should stop, which it does once.
+
+        Shift+Enter twice would otherwise pass a field that nobody has read. Where all cells run at once, or unattended,
+        no field has been on a page before the next cell begins.
+        """
+        stops = self.value is None and not self.locked and not self.asked_again and self.is_on_page()
+        self.asked_again = self.asked_again or stops
+        return stops
 
     def scored(self, measured: float | str, origin: str = "measured") -> Score:
         """Compare with the measurement (a number in the prediction's unit, or a text with its own), or with what was
@@ -229,27 +242,48 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
 def _lock_when_scored() -> None:
     """Lock a prediction before a cell that uses it runs; without IPython its score does."""
     shell = running_shell()
-    if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
-        shell.events.register("pre_run_cell", lock_scored)
+    if shell is not None and not any(isinstance(one, _LocksWhatIsUsed) for one in shell.ast_transformers):
+        shell.ast_transformers.append(_LocksWhatIsUsed())
 
 
-def lock_scored(cell: Any) -> None:
-    """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`."""
-    shell = running_shell()
-    for name in names_used(shell.transform_cell(cell.raw_cell or "")):
-        if isinstance(shell.user_ns.get(name), Prediction):
-            shell.user_ns[name].lock()
+class _LocksWhatIsUsed:
+    """Sees each cell before it runs, as a transformer of IPython: the only place from which a cell can be stopped."""
+
+    def visit(self, cell: ast.AST) -> ast.AST:
+        """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`.
+
+        InputRejected, which stops the cell, where a field is empty and that was not said yet.
+        """
+        shell = running_shell()
+        values = [shell.user_ns.get(name) for name in sorted(names_used(cell))]
+        predictions = [value for value in values if isinstance(value, Prediction)]
+        empty = [prediction.name for prediction in predictions if prediction.ask_again()]
+        if empty:
+            raise _stopped(empty)
+        for prediction in predictions:
+            prediction.lock()
+        return cell
 
 
-def names_used(source: str) -> set[str]:
-    """Return the names that a source reads: `{"peak"}` of `peak.score(3)`.
+def _stopped(empty: Sequence[str]) -> Exception:
+    """Return the error that stops a cell, which IPython shows as one line."""
+    from IPython.core.error import InputRejected
 
-    A name of which it reads `.value` only is left out. Nothing where the source is not Python: it will not run.
+    field = "The field is" if len(empty) == 1 else "The fields are"
+    error = InputRejected(
+        f"{field} still empty: {', '.join(empty)}. Write your number into it and press Enter, or run this cell once"
+        " more to go on without a prediction."
+    )
+    error._render_traceback_ = lambda: [str(error)]
+    return error
+
+
+def names_used(cell: ast.AST) -> set[str]:
+    """Return the names that a cell reads: `{"peak"}` of `peak.score(3)`.
+
+    A name of which it reads `.value` only is left out.
     """
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:
-        return set()
+    nodes = list(ast.walk(cell))
     only_valued = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "value"}
     names = set()
     for node in nodes:
@@ -272,7 +306,9 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         continuous_update=False,
         disabled=prediction.locked,
         layout={"width": "9em", "flex": "0 0 auto"},
+        _view_count=0,  # the page counts on from there
     )
+    prediction.is_on_page = lambda: bool(entry._view_count)
     complaint = ipywidgets.HTML()
 
     def take(change: Any) -> None:

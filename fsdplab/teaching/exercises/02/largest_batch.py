@@ -9,7 +9,7 @@ Write largest_batch(card, moments): the most sequences with which every instant 
 
 
 def largest_batch(card, moments):
-    """The most sequences with which every instant of a step fits a card of `card` MB; 0 where none fits.
+    """The most sequences with which each instant of a step fits a card of `card` MB; 0 where none fits.
 
     moments: pairs (MB that do not depend on the batch, MB a sequence), one for each instant of a step.
     """

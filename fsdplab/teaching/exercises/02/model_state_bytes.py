@@ -14,8 +14,8 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     """Bytes of model states that one rank keeps, with Adam.
 
     strategy: "no_shard", "zero1", "zero2" or "full_shard".
-    param_dtype: "fp32" or "bf16", of parameters and gradients. Adam's moments are fp32, and so is the master
-    that it keeps of each bf16 parameter.
+    param_dtype: "fp32" or "bf16", of parameters and gradients. Adam's moments are fp32, and so is
+    the master that it keeps of each bf16 parameter.
     """
     size = {"fp32": 4, "bf16": 2}[param_dtype]
     ### BEGIN SOLUTION

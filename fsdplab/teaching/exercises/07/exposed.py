@@ -13,7 +13,7 @@ Times are in ms, with fractions.
 
 
 def exposed(communication, compute):
-    """Ms in which a message is on its way and nothing is computed; lists of (start, end), in any order."""
+    """Ms in which a message is on its way and nothing is computed; lists of (start, end), any order."""
     ### BEGIN SOLUTION
     edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
     total = 0

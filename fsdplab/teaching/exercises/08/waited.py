@@ -9,7 +9,7 @@ Write waited(...): how many ms, with fractions, a rank waited for its peer, in t
 
 
 def waited(issued, peer_issued, taken, delivered, needed):
-    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the queue, on the link."""
+    """Where the wait from `needed` to `delivered` went, in ms: for peer, in queue, on the link."""
     ### BEGIN SOLUTION
     ## ...  # before `needed` the rank computes, so nothing of that counts
     ## return {"peer": ..., "queue": ..., "link": ...}

@@ -12,10 +12,10 @@ messages of a block hide.
 
 
 def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
-    """Tokens of a rank from which on the messages of a block take no longer than its compute, in both phases.
+    """Tokens of a rank from which on a block's messages take no longer than its compute, both ways.
 
-    full_shard, one block unsharded ahead. A number has `param_bytes` in all-gathers and `reduce_bytes` in
-    reductions; a second has `flops` operations and carries `bandwidth` bytes.
+    full_shard, one block unsharded ahead. A number has `param_bytes` in all-gathers and
+    `reduce_bytes` in reductions; a second has `flops` operations and carries `bandwidth` bytes.
     """
     sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one all-gather or reduction
     ### BEGIN SOLUTION

@@ -10,7 +10,7 @@ Write traffic(P, s, r): the bytes that a rank sends in a step within its shard g
 
 
 def traffic(P, s, r):
-    """Bytes that a rank sends in one step; P bytes of parameters, shard groups of s ranks, r such groups."""
+    """Bytes that a rank sends in a step; P bytes of parameters, r shard groups of s ranks each."""
     return {
         ### BEGIN SOLUTION
         ## "within": ...,  # its shard group: two all-gathers and a reduce-scatter

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def global_norm(gradients):
-    """The 2-norm of the unsharded gradient, equal on every rank, from this rank's shards (perhaps none)."""
+    """The 2-norm of the unsharded gradient, equal on all ranks, from this rank's shards (or none)."""
     ### BEGIN SOLUTION
     total = torch.zeros(())
     for gradient in gradients:

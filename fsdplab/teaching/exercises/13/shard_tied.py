@@ -12,7 +12,7 @@ from fsdplab.engine import fully_shard
 
 
 def shard_tied(model):
-    """Shard a GPT whose head shows the embedding's weight; blocks are units, the model is the last one."""
+    """Shard a GPT whose head shows the embedding's weight; a unit a block, the model is the last."""
     for block in model.blocks:
         fully_shard(block)
     ### BEGIN SOLUTION

@@ -7,8 +7,6 @@ What is judged about time comes from the steady card, whose times are the same o
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -16,20 +14,16 @@ from typing import Any
 
 from fsdplab.common.sizes import seconds
 from fsdplab.engine.core.step import Schedule
-from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, percent, timeline_of, worst_cells
+from fsdplab.figures.profile_data import COLLECTIVES
 from fsdplab.figures.style import GRID, titled
-from fsdplab.figures.view import view
 from fsdplab.profiling.intervals import length
-from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
-from fsdplab.teaching.core.own_run import busiest, why_it_differs
 from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import TARGET_MS, complaint
@@ -38,112 +32,6 @@ _on_ranks = LessonRanks(__file__)
 MS = 1e6  # nanoseconds
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
-InMs = list[tuple[float, float]]
-
-
-def split(record: RunRecord) -> StepSummary:
-    """Return the breakdown of a run that was profiled."""
-    summary = breakdown_of(record)
-    assert summary is not None, "the lesson's runs are profiled"
-    return summary
-
-
-def on_the_link_ns(record: RunRecord) -> float:
-    """Return the exposed ns of the profiled step in which a message moves.
-
-    This is the one number that the lesson calls exposed.
-    """
-    return known(split(record).on_link_ns)
-
-
-def by_cause(record: RunRecord) -> Table:
-    """Return the exposed time of a step by its cause, the most frequent first."""
-    _, _, cells = worst_cells(record)
-    exposed_ns: dict[str, float] = defaultdict(float)
-    for cell in cells:
-        exposed_ns[cell.shown_cause.replace("_", " ")] += cell.exposed_ns
-    total = sum(exposed_ns.values())
-    rows = []
-    for cause in sorted(exposed_ns, key=lambda cause: -exposed_ns[cause]):
-        exposed = exposed_ns[cause]
-        rows.append([cause, f"{exposed / MS:.1f}", percent(exposed, total)])
-    return table(["cause", "exposed, ms a step", "share"], rows)
-
-
-def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
-    """Return the learner's `exposed(M, C)` beside the record's own number, in ms.
-
-    M and C are the intervals of the record's usual step.
-    """
-    step, rows = timeline_of(record, None)
-    begin = min(row["start_ns"] for row in rows)
-
-    def in_ms(intervals: Intervals) -> InMs:
-        return [((start - begin) / MS, (end - begin) / MS) for start, end in intervals]
-
-    cells = []
-    for rank in sorted({row["rank"] for row in rows}):
-        moved = in_ms(_intervals(rows, rank, COLLECTIVES))
-        computed = in_ms(_intervals(rows, rank, ("compute",)))
-        recorded = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
-        by_learner, by_lab = exposed(moved, computed), recorded["exposed_ns"] / MS
-        cells.append([f"rank {rank}", len(moved), len(computed), f"{by_learner:.1f}", f"{by_lab:.1f}"])
-    header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
-    return table(header, cells, "A step on the steady card, simulated.")
-
-
-def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
-    """Return the (start, end) of a rank's rows in some lanes, in ns."""
-    return [(row["start_ns"], row["end_ns"]) for row in rows if row["rank"] == rank and row["lane"] in lanes]
-
-
-# ---- compute inflation
-
-
-def computing_ms(record: RunRecord) -> float:
-    """Return the milliseconds of forward and backward in the usual step, mean over the ranks.
-
-    The optimizer's step is left out.
-    """
-    _, rows = timeline_of(record, None)
-    spent: dict[int, int] = defaultdict(int)
-    for row in rows:
-        if row["lane"] == "compute" and row["phase"] in ("forward", "backward"):
-            spent[row["rank"]] += row["end_ns"] - row["start_ns"]
-    return statistics.fmean(spent.values()) / MS
-
-
-def inflation(runs: Mapping[str, RunRecord]) -> Table:
-    """Return forward and backward of each run beside the first one's, which sends nothing.
-
-    The table has the step, and what was hidden, too.
-    """
-    first = next(iter(runs.values()))
-    first_computing, first_step = computing_ms(first), known(first.summary.step_time_s.median)
-    rows, others = [], []
-    for name, record in runs.items():
-        computing, step = computing_ms(record), known(record.summary.step_time_s.median)
-        summary = split(record)
-        hidden = "nothing sent"
-        if summary.communication_ns:
-            hidden = percent(summary.overlapped_ns, summary.communication_ns)
-        rows.append(
-            [
-                name,
-                f"{computing:.0f}",
-                f"{computing / first_computing:.2f}",
-                hidden,
-                f"{1e3 * step:.0f}",
-                f"{step / first_step:.2f}",
-            ]
-        )
-        if record is not first:
-            others.append(replace(view(record), strategy=name, engine="lab"))
-    header = ["run", "forward + backward, ms", "compute inflation", "communication hidden"]
-    header += ["step, ms", "times the first"]
-    caption = "Measured on this machine, computing under the profiler; the link of the emulated row is emulated."
-    fastest = f"Of the runs that send, {fastest_words(others)}."
-    return table(header, rows, f"{caption} {fastest} {why_it_differs(busiest(list(runs.values())))}")
 
 
 # ---- what no schedule can hide
@@ -255,6 +143,11 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
             curves[name].append((link, exposed_ms, moved))
         curves["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
     return curves
+
+
+def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
+    """Return the (start, end) of a rank's rows in some lanes, in ns."""
+    return [(row["start_ns"], row["end_ns"]) for row in rows if row["rank"] == rank and row["lane"] in lanes]
 
 
 # ---- the learner's rule

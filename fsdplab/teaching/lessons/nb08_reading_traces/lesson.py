@@ -12,26 +12,18 @@ from typing import Any
 
 from fsdplab.figures.profile_data import COLLECTIVES
 from fsdplab.profiling.exports import traces_of
-from fsdplab.profiling.findings import findings
 from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.step_summary import exposed_cells
-from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
-from fsdplab.records import RunRecord, known
+from fsdplab.records import RunRecord
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady  # noqa: F401 (the notebook calls it)
 from fsdplab.teaching.core.course_state import current
-from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.core.recorded import recorded as recorded_run
+from fsdplab.teaching.core.display import Table, table
 
 PARTS = ("compute_only", "overlapped", "exposed", "other")
 WAITS = ("peer", "queue", "link")
 MS = 1e6
 Row = dict[str, Any]
-
-
-def recorded() -> RunRecord:
-    """Load the record of lesson 08; RecordError says what to do where it is missing."""
-    return recorded_run("traces-08")
 
 
 def exports() -> Path:
@@ -41,54 +33,7 @@ def exports() -> Path:
     return folder
 
 
-# ---- what is in the file
-
-
-def ranges(trace: Path, first: int = 12) -> Table:
-    """Return the first named ranges of a trace, and how many events there are of which kind."""
-    complete = [event for event in ChromeTrace(trace) if event.get("ph") == "X"]
-    engine_ranges, step_starts, operators = [], [], 0
-    for event in complete:
-        if event["name"].startswith("FSDP::"):
-            engine_ranges.append(event)
-        elif event["name"].startswith("ProfilerStep#"):
-            step_starts.append(nanoseconds(event["ts"]))
-        elif event["name"].startswith("aten::"):
-            operators += 1
-    engine_ranges.sort(key=lambda event: event["ts"])
-    rows = []
-    for event in engine_ranges[:first]:
-        begins = nanoseconds(event["ts"]) - step_starts[0]
-        rows.append([event["name"], _ms(begins), _ms(nanoseconds(event["dur"]))])
-    caption = (
-        f"Measured: the first {len(rows)} of {len(engine_ranges)} ranges of the engine;"
-        f" the file holds {len(complete):,} events, {operators:,} of them operators."
-    )
-    return table(["name", "begins, ms", "takes, ms"], rows, caption)
-
-
 # ---- the account
-
-
-def sets(record: RunRecord, rank: int = 0) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (length of the step, computing, communicating) of a rank's profiled step.
-
-    Times are in ns since the step began; intervals may overlap.
-    """
-    rows = timeline(record, rank)
-    step = next(row for row in rows if row["lane"] == "step")
-    begin, end = step["start_ns"], step["end_ns"]
-
-    def pairs(*lanes: str) -> list[tuple[int, int]]:
-        intervals = []
-        for row in rows:
-            if row["lane"] not in lanes:
-                continue
-            for start, stop in clip([(row["start_ns"], row["end_ns"])], begin, end) - begin:
-                intervals.append((int(start), int(stop)))
-        return intervals
-
-    return end - begin, pairs("compute"), pairs(*COLLECTIVES)
 
 
 def timeline(record: RunRecord, rank: int) -> list[Row]:
@@ -107,18 +52,6 @@ def breakdown(record: RunRecord, rank: int = 0) -> Row:
     """
     steps = [row for row in record.table("breakdown") if row["rank"] == rank]
     return max(steps, key=lambda row: row["step"])
-
-
-def parts_table(record: RunRecord, rank: int = 0) -> Table:
-    """Return three of the four parts of a rank's step, and the step; the fourth is left for the reader."""
-    row = breakdown(record, rank)
-    rows = []
-    for name in PARTS[:-1]:
-        rows.append([name.replace("_", " "), _ms(row[f"{name}_ns"])])
-    rows.append(["other", "?"])
-    rows.append(["the step", _ms(row["step_ns"])])
-    caption = f"Rank {rank}; computing is measured, communication is on the emulated link's clock."
-    return table(["part of the step", "ms"], rows, caption)
 
 
 # ---- gaps and causes
@@ -215,25 +148,6 @@ def _doing(rows: Sequence[Row], instant: int) -> list[str]:
     return [", ".join(computing) or "-", ", ".join(sorted(communicating)) or "-", part]
 
 
-def key(record: RunRecord, rank: int = 0) -> Table:
-    """Return the answer key: every exposed collective of a rank with its cause."""
-    rows = []
-    for cell in exposed_cells(gaps(record, rank), steps=1):
-        cause = cell.shown_cause.replace("_", " ")
-        takes, exposed = _ms(cell.communication_ns), _ms(cell.exposed_ns)
-        rows.append([cell.unit or "root", cell.phase, cell.kind, takes, exposed, cause])
-    header = ["unit", "phase", "collective", "takes, ms", "exposed, ms", "cause"]
-    return table(header, rows, f"Rank {rank}, most exposed first; computing and copies measured, the link emulated.")
-
-
-def diagnosis(record: RunRecord) -> Note:
-    """Return the findings as text, the costliest first."""
-    lines = []
-    for number, finding in enumerate(findings(record), 1):
-        lines.append(f"{number}. {finding.title}. {finding.text} {finding.remedy}")
-    return Note(tuple(lines))
-
-
 def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
     """Return the learner's split of every exposed message of a rank, beside the record's time and cause.
 
@@ -273,27 +187,6 @@ def _messages(record: RunRecord, rank: int) -> list[Row]:
 def _message(row: Row) -> tuple[str, str, str]:
     """Return what names a message of a step on every rank: unit, phase, and kind of collective."""
     return row["unit"] or "root", row["phase"], row["kind"]
-
-
-# ---- the remedy
-
-
-def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
-    """Return what each run sent, and its exposed time: of the same job on the steady card, and of the run here."""
-    rows = []
-    for run, card in zip(runs, on_card, strict=True):
-        exposed = []
-        for comm in (card.summary.comm, run.summary.comm):
-            milliseconds, hidden = 1e3 * known(comm.exposed_s), known(comm.overlap)
-            exposed.append(f"{milliseconds:.1f} ({hidden:.0%} hidden)")
-        kilobytes = known(run.summary.comm.bytes_per_step) / 1e3
-        rows.append([str(run.spec["prefetch"]), f"{kilobytes:.0f}", *exposed])
-    caption = (
-        f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
-        " step of the rank exposed longest."
-    )
-    header = ["prefetch", "kB sent a step", "exposed on the steady card, ms", "exposed, measured here, ms"]
-    return table(header, rows, caption)
 
 
 def _ms(nanoseconds_: float) -> str:

@@ -6,7 +6,7 @@ step began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.view import view
 from fsdplab.records import CATEGORIES, RunRecord
-from fsdplab.teaching.core.display import Note, Table, table
 
 MB = MS = 1e6
 Row = dict[str, Any]
@@ -51,29 +50,6 @@ def by_category(record: RunRecord) -> dict[str, int]:
 def unsharded(record: RunRecord) -> float:
     """Return the MB of unsharded parameters at the peak."""
     return peak_row(record)["unsharded_parameters"] / MB
-
-
-def peak_table(record: RunRecord) -> Table:
-    """Return the peak split by category, the largest first."""
-    row = peak_row(record)
-    whole = total(row)
-    by_size = sorted(by_category(record).items(), key=lambda part: (part[1], part[0]), reverse=True)
-    rows = []
-    for name, nbytes in by_size:
-        if nbytes:
-            rows.append([name.replace("_", " "), f"{nbytes / MB:.1f}", f"{nbytes / whole:.0%}"])
-    when = f"{row['time_ns'] / MS:.0f} ms into the step, {place_of(record, row['time_ns'])}"
-    return table(["at the peak", "MB", "share"], rows, f"Measured: {whole / MB:.1f} MB on rank {row['rank']}, {when}.")
-
-
-def seen(record: RunRecord) -> Note:
-    """Return the numbers of the memory timeline."""
-    peak = peak_row(record)
-    rank = peak["rank"]
-    least = min(total(row) for row in record.table("memory") if row["rank"] == rank)
-    holds = f"holds {least / MB:.0f} MB when it holds least and {total(peak) / MB:.0f} MB at its peak"
-    unsharded = f"{peak['unsharded_parameters'] / MB:.1f} MB of the peak are unsharded parameters"
-    return Note((f"Rank {rank} {holds}, {place_of(record, peak['time_ns'])}; {unsharded}.",))
 
 
 def place_of(record: RunRecord, at: int) -> str:
@@ -139,24 +115,6 @@ def unit_bytes(record: RunRecord) -> dict[str, int]:
     return nbytes
 
 
-def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) -> Table:
-    """Return the units that hold memory at the peak, by the learner's function, and their bytes.
-
-    The caption has the bytes of the memory table, which should be the same.
-    """
-    row, nbytes = peak_row(record), unit_bytes(record)
-    life, at = life_of(record, row["rank"]), row["time_ns"]
-    states = state_at(life, at)
-    rows, together = [], 0
-    for name in sorted(holding(life, at)):
-        rows.append([name, states.get(name, "-"), f"{nbytes[name] / MB:.2f}"])
-        together += nbytes[name]
-    rows.append(["together", "", f"{together / MB:.2f}"])
-    whole = f"{row['unsharded_parameters'] / MB:.2f} MB of unsharded parameters at that instant"
-    caption = f"Measured on rank {row['rank']}; the memory table has {whole}."
-    return table(["unit", "state at the peak", "MB"], rows, caption)
-
-
 # ---- several runs
 
 
@@ -164,29 +122,6 @@ def memory_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
     """Draw the peaks of several runs by category, each under its name."""
     views = [replace(view(run), strategy=name, note="") for name, run in runs.items()]
     return memory_by_category(views)
-
-
-def compared(runs: Mapping[str, RunRecord]) -> Table:
-    """Return peak, unsharded bytes and phase of each run, and how many MB it differs from the first."""
-    first = total(peak_row(next(iter(runs.values()))))
-    rows = []
-    for name, run in runs.items():
-        peak = peak_row(run)
-        at = peak["time_ns"]
-        states = state_at(life_of(run, peak["rank"]), at)
-        units_unsharded = sum(state != "sharded" for state in states.values())
-        rows.append(
-            [
-                name,
-                f"{total(peak) / MB:.1f}",
-                f"{(total(peak) - first) / MB:+.1f}",
-                f"{peak['unsharded_parameters'] / MB:.1f}",
-                str(units_unsharded),
-                place_of(run, at),
-            ]
-        )
-    header = ["run", "peak, MB", "against the first", "unsharded, MB", "units unsharded", "the peak is"]
-    return table(header, rows, "Measured on the worst rank, at its peak.")
 
 
 def more_sequences(run: RunRecord) -> float:

@@ -10,23 +10,19 @@ those of real runs; what is said about time comes from the steady card, whose ti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import alt_text
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS, titled
-from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
-from fsdplab.records import RunRecord, known
-from fsdplab.sessions.steady_card import steady  # noqa: F401 (the notebook calls it)
+from fsdplab.records import RunRecord
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time, mesh
 from fsdplab.teaching.core.display import Note, Shown, Table, table
-from fsdplab.workloads import preset
 
-from .on_ranks import complaint, expected_ms, on_one_node
+from .on_ranks import expected_ms, on_one_node  # noqa: F401 (the notebook calls it)
 
 WITHIN, ACROSS, PER_NODE = "4GB/s", "400MB/s", 2
 RING = f"{PER_NODE * parse_link(ACROSS).bytes_per_s / 1e6:g}MB/s"  # of a ring over all ranks, both nodes' ranks in it
@@ -163,21 +159,6 @@ def _listed(groups: Sequence[Sequence[int]]) -> str:
 # ---- what the ledger of a run says
 
 
-def parameter_bytes(record: RunRecord) -> int:
-    """Return P of a run: the bytes of all parameters in fp32."""
-    return 4 * preset(record.spec["model"]).parameters
-
-
-def groups_of(record: RunRecord) -> tuple[int, int]:
-    """Return (s, r) of a run, the ranks of a shard group and the number of groups.
-
-    Under full_shard all ranks are one group: (4, 1) on four ranks.
-    """
-    ranks = record.spec["world_size"]
-    s = record.spec["shard_size"] or ranks
-    return s, ranks // s
-
-
 def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
     """Return (bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
     timed_steps = [row["step"] for row in record.table("steps") if row["step_time_s"] is not None]
@@ -205,8 +186,7 @@ def sent(record: RunRecord) -> dict[str, int]:
 def slow(record: RunRecord) -> int:
     """Return the bytes that a rank sends at the network's pace: a group over both nodes sends everything at it."""
     nbytes = sent(record)
-    _, replicas = groups_of(record)
-    return nbytes["across"] if replicas > 1 else nbytes["within"]
+    return nbytes["across"] or nbytes["within"]
 
 
 def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
@@ -246,64 +226,6 @@ def _by_pace(record: RunRecord) -> str:
     return words
 
 
-def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
-    """Return the learner's `traffic(P, s, r)` beside the ledger's bytes of each run, in MB."""
-    rows = []
-    for record in runs:
-        s, r = groups_of(record)
-        formula = traffic(parameter_bytes(record), s, r)
-        ledger = sent(record)
-        cells = []
-        for axis in ("within", "across"):
-            cells.append(f"{formula[axis] / MB:.1f}")
-            cells.append(f"{ledger[axis] / MB:.1f}")
-        rows.append([record.spec["strategy"], s, r, *cells])
-    header = ["run", "s", "r", "within, formula MB", "within, ledger MB", "across, formula MB", "across, ledger MB"]
-    why = "the root unit is unsharded once, not twice, because it stays"
-    return table(header, rows, f"A step and rank. The ledger has a little less within: {why}.")
-
-
-def waits(full: RunRecord, hybrid: RunRecord) -> Table:
-    """Return the time on the links and its exposed part, by collective and phase, of both runs on the card."""
-    rows, totals = [], []
-    for record in (full, hybrid):
-        strategy = record.spec["strategy"]
-        on_links_ns: dict[str, int] = defaultdict(int)
-        exposed_ns: dict[str, int] = defaultdict(int)
-        for row in record.table("exposed"):
-            if row["rank"] == 0:
-                name = f"{row['kind']} in {row['phase']}"
-                on_links_ns[name] += row["communication_ns"]
-                exposed_ns[name] += row["exposed_ns"]
-        for name, nanoseconds in on_links_ns.items():
-            on_links, exposed = nanoseconds / 1e6, exposed_ns[name] / 1e6
-            rows.append([strategy, name, f"{on_links:.0f}", f"{exposed:.0f}"])
-        totals.append(f"{strategy} {seconds(record.summary.comm.exposed_s)}")
-    caption = f"One step on the steady card, simulated. Exposed in all: {' and '.join(totals)}."
-    return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)
-
-
-def steps(runs: dict[str, RunRecord]) -> Table:
-    """Return the step and the link of each run by its name."""
-    rows = []
-    for name, run in runs.items():
-        link = "none: raw transport" if run.summary.link is None else "emulated"
-        rows.append([name, f"{_step_ms(run):.0f}", link])
-    caption = "Steps measured: four ranks share this machine's cores, so run the cells again and they change."
-    return table(["run", "step, ms", "link"], rows, caption)
-
-
-def _step_ms(record: RunRecord) -> float:
-    """Return the median step of a run in ms."""
-    return 1e3 * known(record.summary.step_time_s.median)
-
-
-def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
-    """Return the two raw steps beside each other, and whether one is shorter beyond chance."""
-    first, second = _step_ms(full), _step_ms(hybrid)
-    return Note((f"Raw: {first:.0f} ms against {second:.0f}; {fastest_words(views([full, hybrid]))}.",))
-
-
 # ---- larger clusters, computed
 
 
@@ -335,24 +257,3 @@ def node_table(billions: float, nodes: int, per_node: int) -> Table:
         " units on top."
     )
     return table(["", "GB leaving a node, a step", "ranks in a ring across", "GB of state on a GPU"], rows, caption)
-
-
-def mesh_table(mesh_for: Callable[[int, int, float, float], list[list[int]]]) -> Table:
-    """Return what `mesh_for` chooses on several networks of up to 32 ranks, and the time on the links that follows.
-
-    The time is that of the exercise's small model.
-    """
-    rows = []
-    # ranks, ranks of a node, MB of state, MB of a card
-    networks = (4, 2, 64, 40), (4, 2, 64, 80), (4, 2, 64, 20), (32, 8, 64, 10), (32, 8, 64, 2)
-    for ranks, per_node, state, card in networks:
-        chosen = mesh_for(ranks, per_node, state, card)
-        words, spent = complaint(chosen, ranks), "-"
-        if not words:
-            plural = "s" if len(chosen) > 1 else ""
-            words = f"{len(chosen)} row{plural} of {len(chosen[0])}"
-            spent = f"{expected_ms(chosen, per_node):.0f}"
-        rows.append([f"{ranks // per_node} x {per_node}", state, card, words, spent])
-    header = ["nodes x ranks", "state, MB", "card, MB", "mesh", "on the links, ms"]
-    caption = "Computed with the formulas of this notebook; the fast link has ten times the bandwidth of the slow one."
-    return table(header, rows, caption)

@@ -14,10 +14,9 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, said_further, titled
 from fsdplab.figures.view import RunView, view
-from fsdplab.records import RunRecord, known
+from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.bf16_speed import bf16_is_slow, bf16_slowdown
-from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import preset
@@ -25,7 +24,6 @@ from fsdplab.workloads import preset
 from .on_ranks import TIED, bf16_run  # noqa: F401 (the notebook calls it)
 
 MB = 1e6
-_FORWARDS = {"none": "1", "selective": "about 1.5", "full": "2"}
 _COLOURS = {
     "working copy": CATEGORY_COLOURS["unsharded_parameters"],
     "gradient": CATEGORY_COLOURS["sharded_gradients"],
@@ -84,25 +82,6 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     return figure
 
 
-def changed(before: RunRecord, after: RunRecord) -> Note:
-    """Return the categories of the peak that became smaller or larger from one run to another, in MB."""
-    peak_before = before.summary.peak_memory_bytes
-    peak_after = after.summary.peak_memory_bytes
-    smaller, larger = [], []
-    for name, nbytes in peak_before.split.items():
-        change = (peak_after.split[name] - nbytes) / MB
-        words = f"{name.replace('_', ' ')} {change:+.0f} MB"
-        if change <= -1:
-            smaller.append(words)
-        elif change >= 1:
-            larger.append(words)
-    first = known(peak_before.total) / MB
-    last = known(peak_after.total) / MB
-    less = ", ".join(smaller) or "nothing"
-    more = ", ".join(larger) or "nothing"
-    return Note((f"From {first:.0f} to {last:.0f} MB. Smaller: {less}. Larger: {more}.",))
-
-
 # ---- precision
 
 
@@ -139,30 +118,6 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
 # ---- prices
 
 
-def prices(runs: Sequence[RunRecord]) -> Table:
-    """Return peak and price of each run: forwards, MB sent, MB over the bus (computed), and the loss of step 2."""
-    rows = []
-    for record in runs:
-        summary = record.summary
-        sent, losses = summary.comm.bytes_per_step, summary.losses
-        loss = "-"
-        if len(losses) > 1 and losses[1] is not None:
-            loss = f"{losses[1]:.6f}"
-        rows.append(
-            [
-                choices_of(record),
-                f"{known(summary.peak_memory_bytes.total) / MB:.0f}",
-                _FORWARDS[record.spec["checkpoint"]],
-                "-" if sent is None else f"{sent / MB:.0f}",
-                f"{bus_bytes(record.spec) / MB:.0f}",
-                loss,
-            ]
-        )
-    header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
-    caption = "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
-    return table(header, rows, caption)
-
-
 def bus_bytes(spec: dict[str, Any]) -> float:
     """Return the bytes that a card's bus would carry in a step: shards down for the all-gathers, gradients back.
 
@@ -176,19 +131,6 @@ def bus_bytes(spec: dict[str, Any]) -> float:
     return elements * (down + up)
 
 
-def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table:
-    """Return the seconds of transfers in a step with everything at rest in host memory."""
-    shard = 4 * billions / ranks  # GB in fp32
-    ways = ("shard down, for the forward", "shard down, for the backward", "gradient up")
-    moved = shard * len(ways)
-    states = 16 * billions / ranks
-    caption = (
-        f"Computed: {moved:.2f} GB a step over {gigabytes_per_second:g} GB/s = {moved / gigabytes_per_second:.3g} s,"
-        f" and {states:.1f} GB of states leave the card."
-    )
-    return table(["over one GPU's bus", "GB"], [[way, f"{shard:.2f}"] for way in ways], caption)
-
-
 # ---- frozen parameters
 
 
@@ -196,13 +138,3 @@ def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table
 def frozen_costs() -> dict[str, dict[str, int]]:
     """Train a GPT of 3.3 million parameters whole, then its adapters only, on two real ranks: bytes of rank 0."""
     return dict(LessonRanks(__file__)("frozen_costs")[0])
-
-
-def frozen_table(costs: dict[str, dict[str, int]]) -> Table:
-    """Return one row a way of training, in kB on one rank."""
-    rows = []
-    for name, parts in costs.items():
-        rows.append([name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())])
-    header = ["trained", *(f"{part}, kB" for part in costs["everything"])]
-    how = "sent for all-gathers and reductions, kept as shards"
-    return table(header, rows, f"Measured on rank 0 of 2 real ranks, full_shard, one step: {how}.")

@@ -1,0 +1,267 @@
+"""The collectives of CPU ranks, and of gloo between GPUs: an engine's ranges open them, transports complete them.
+
+A collective begins as a draft, opened by the range that issues it. A transport (one of gloo's ranges, the host's copies
+through shared memory, a row of an emulated link's ledger) completes the draft that it belongs to. They are matched by
+order, since gloo works in the order of issue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from fsdplab.common.collectives import collective_row
+from fsdplab.common.rows import grouped
+from fsdplab.profiling.traces.chrome import LATEST_NS
+from fsdplab.profiling.traces.collective import (
+    CLOSES,
+    GOES_ON,
+    MARKED,
+    OPENS,
+    Collective,
+    Piece,
+    carry,
+    issued_by_consumer,
+    rows_within,
+)
+from fsdplab.profiling.traces.event_kinds import Kind
+from fsdplab.profiling.traces.events import Events, Range, Transfer
+from fsdplab.profiling.traces.groups import Group, Groups
+from fsdplab.profiling.traces.segments import nests
+
+_ISSUE = attrgetter("issue")
+
+
+class Drafts:
+    """Drafts of collectives, opened by the engine's ranges and completed by transports.
+
+    `collectives` has all of them, in the order in which they were opened. Call the `take_...` methods of the transports
+    that the run used, shared memory first.
+    """
+
+    def __init__(self, events: Events, groups: Groups) -> None:
+        self.collectives: list[Collective] = []
+        self._events = events
+        self._groups = groups
+        self._awaiting = _Awaiting()
+        self._nests = nests(events.ranges)
+        self._of_mark: dict[int, Collective] = {}  # by the identity of the engine's range
+        self._has_gloo = any(transfer.carrier == Kind.GLOO for transfer in events.transfers)
+        to_close: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
+        for mark in events.ranges:
+            if mark.label in MARKED and mark.label != "link":
+                self._take_mark(mark, to_close)
+
+    def _take_mark(self, mark: Range, to_close: dict[tuple[str, str], deque[Collective]]) -> None:
+        """Open a draft with an engine's range, or find the draft that the range closes or goes on with."""
+        goes_on = mark.label in GOES_ON
+        closes = CLOSES.get(mark.label)
+        if goes_on:
+            closes = "all_reduce"
+        elif mark.label == "all_reduce" and not self._has_gloo and to_close["all_reduce", mark.unit]:
+            closes = "all_reduce"  # over shared memory a pair of ranges of one name
+        kind = closes or OPENS[mark.label]
+        queue = to_close[kind, mark.unit]
+        if goes_on and not queue:
+            return
+        if goes_on:
+            draft = queue[0]
+        elif closes and queue:
+            draft = queue.popleft()
+        else:
+            draft = self._open(kind, mark.unit, mark.start, mark)
+            if not closes:
+                queue.append(draft)
+        draft.add(Piece(mark.start, mark.end, "copy-out" if closes else "copy-in"))
+        self._of_mark[id(mark)] = draft
+
+    def _open(self, kind: str, unit: str, issue: int, mark: Range | None = None) -> Collective:
+        draft = Collective(kind, unit, issue, mark=mark)
+        draft.own = mark is not None and issued_by_consumer(self._around(mark), unit)
+        self.collectives.append(draft)
+        self._awaiting.add(draft)
+        return draft
+
+    def _around(self, call: Range) -> list[Range]:
+        """The engine's ranges around a call, the innermost first."""
+        nest = self._nests.get(call.thread)
+        return nest.around(call.start) if nest is not None else []
+
+    # ---- transports
+
+    def take_shared_memory(self, role: str = "") -> None:
+        """Take the host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer
+        with a `role`.
+        """
+        for transfer in self._events.transfers:
+            if transfer.carrier == Kind.SHM:
+                call = Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread)
+                owner = self._owner(call)
+                owner.by_host = True
+                self._complete(owner, transfer, role=role)
+
+    def take_gloo(self) -> None:
+        """Take gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
+        issues: dict[str, deque[Range]] = defaultdict(deque)
+        for issue in _outermost(self._events.issues):
+            issues[_family(issue.label)].append(issue)
+        for transfer in self._events.transfers:
+            if transfer.carrier != Kind.GLOO:
+                continue
+            queue = issues[_family(transfer.kind)]
+            if queue and queue[0].start <= transfer.start:
+                call = queue.popleft()
+                self._complete(self._owner(call), transfer, call)
+            else:
+                draft = self._oldest_for(transfer)
+                draft.issued = draft.mark is not None
+                self._complete(draft, transfer)
+
+    def _oldest_for(self, transfer: Transfer) -> Collective:
+        """The draft of a transfer whose issue the trace does not show."""
+        draft = self._awaiting.oldest(transfer.end, "of kind", transfer.kind)
+        if draft is None:
+            draft = self._awaiting.oldest(transfer.end, _family(transfer.kind))
+        if draft is None:
+            draft = self._open(transfer.kind, "", transfer.start)
+        return draft
+
+    def take_link(self, ledger: Sequence[dict[str, Any]], life: Sequence[dict[str, Any]]) -> None:
+        """Take the link's transfers in order, each with the oldest draft of its kind and unit; what blocked the host
+        goes to the transfer it waited for.
+        """
+        unshards = [transition for transition in life if transition["state"] == "unsharding"]
+        for row, start, end in rows_within(self._events, ledger):
+            key = ["of kind", row["kind"]]
+            if row["unit"]:  # torch's engines give the link no unit: the order of issue decides
+                key.append(row["unit"])
+            draft = self._awaiting.oldest(end, *key)
+            if draft is None:
+                issue = _issue_of(row, unshards) - self._events.base_ns
+                draft = self._open(row["kind"], row["unit"], issue)
+            self._awaiting.remove(draft)
+            draft.pass_link(row, start, end)
+        self._take_waits_for_link()
+
+    def _take_waits_for_link(self) -> None:
+        """Give each wait for the link to the unit's transfer whose end is nearest, of those issued by then."""
+        carried = [draft for draft in self.collectives if draft.transport]
+        carried.sort(key=attrgetter("end"))
+        by_unit = grouped(carried, attrgetter("unit"))
+        times = {unit: np.array([(draft.end, draft.issue) for draft in drafts]).T for unit, drafts in by_unit.items()}
+        for wait in self._events.ranges:
+            if wait.label != "link" or wait.unit not in times:
+                continue
+            ends, issues = times[wait.unit]
+            was_issued = issues <= wait.end
+            distance = np.where(was_issued, abs(ends - wait.end), LATEST_NS)
+            nearest = int(np.argmin(distance))
+            if was_issued[nearest]:
+                by_unit[wait.unit][nearest].add(Piece(wait.start, wait.end, "blocked"))
+
+    # ---- which draft a transport belongs to
+
+    def _owner(self, call: Range) -> Collective:
+        """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that
+        still lacks a transport.
+        """
+        around = self._around(call)
+        family = _family(call.label)
+        unit = around[0].unit if around else ""
+        draft = self._of_ranges(around)
+        if draft is None and around:
+            draft = self._awaiting.newest(call.start, family, unit)
+        if draft is None:
+            return self._open(call.label, unit, call.start, call)
+        if draft.transport or _family(draft.kind) != family or draft.issue > call.start:
+            return self._open(call.label, draft.unit, call.start, call)
+        if call.label != draft.kind:
+            self._awaiting.remove(draft)
+            draft.kind = call.label or draft.kind
+            self._awaiting.add(draft)
+        return draft
+
+    def _of_ranges(self, around: Sequence[Range]) -> Collective | None:
+        """The draft that the innermost of these ranges opened or closed."""
+        for outer in around:
+            draft = self._of_mark.get(id(outer))
+            if draft is not None:
+                return draft
+        return None
+
+    def _complete(self, draft: Collective, transfer: Transfer, call: Range | None = None, role: str = "") -> None:
+        """Give a draft its transfer; one with a `role` lies beside the transport, which is still to come."""
+        if not role:
+            self._awaiting.remove(draft)
+        carry(draft, transfer, [transfer.details], self._group(draft, transfer, call), self._events, role)
+
+    def _group(self, draft: Collective, transfer: Transfer, call: Range | None) -> Group:
+        """The process group: as the transfer's arguments tell it, the shapes of its call, or the engine's unit."""
+        group = self._groups.of_call([transfer.details])
+        if not group.members and call is not None and call.row >= 0:
+            name = self._events.names[int(self._events.name[call.row])]
+            group = self._groups.of_operator(name, self._events.details[call.row])
+        if not group.members:
+            group = self._groups.of_unit(draft.kind) if draft.unit else self._groups.only
+        return group
+
+
+class _Awaiting:
+    """Drafts that lack a transport, in order of issue: of each family or kind, and of each unit in it."""
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+
+    def add(self, draft: Collective) -> None:
+        for key in self._keys(draft):
+            insort(self._lists[key], draft, key=_ISSUE)
+
+    def remove(self, draft: Collective) -> None:
+        for key in self._keys(draft):
+            self._lists[key].remove(draft)
+
+    def oldest(self, until: int, *key: str) -> Collective | None:
+        """The first that was issued by `until`: `oldest(9, "gather")`, `oldest(9, "of kind", "all_gather", "unit")`."""
+        drafts = self._lists.get(key)
+        return drafts[0] if drafts and drafts[0].issue <= until else None
+
+    def newest(self, until: int, *key: str) -> Collective | None:
+        """The last that was issued by `until`."""
+        drafts = self._lists.get(key, [])
+        issued = bisect_right(drafts, until, key=_ISSUE)
+        return drafts[issued - 1] if issued else None
+
+    @staticmethod
+    def _keys(draft: Collective) -> list[tuple[str, ...]]:
+        family = _family(draft.kind)
+        return [(family,), (family, draft.unit), ("of kind", draft.kind), ("of kind", draft.kind, draft.unit)]
+
+
+def _family(kind: str) -> str:
+    """What operators and transports of one kind are called together: an `allgather` may be one of several operators."""
+    return collective_row(kind).family or kind
+
+
+def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
+    """When a transfer without a range was issued: a gather as its unit last began to unshard, others as they began."""
+    began = row["start_ns"]
+    if row["kind"] != "all_gather":
+        return began
+    earlier = [unshard["time_ns"] for unshard in unshards if unshard["unit"] == row["unit"]]
+    return max((time_ns for time_ns in earlier if time_ns <= began), default=began)
+
+
+def _outermost(calls: Sequence[Range]) -> list[Range]:
+    """Calls that are not made by another call of the list: functional collectives call the plain ones."""
+    kept: list[Range] = []
+    until: dict[int, int] = {}
+    for call in calls:
+        if call.start >= until.get(call.thread, call.start):
+            kept.append(call)
+            until[call.thread] = call.end
+    return kept
