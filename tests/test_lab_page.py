@@ -59,9 +59,9 @@ FOCUSED = """() => {
 CONTROLS = """() => [...document.querySelectorAll("#lab :is(button, input, select, summary, [tabindex='0'])")]
   .filter(e => !e.disabled && e.getBoundingClientRect().width && !e.closest("details:not([open]) > :not(summary)"))
   .map(e => [...document.querySelectorAll("*")].indexOf(e))"""
-ANSWERED = """() => {
-  const { model } = document.getElementById("lab");
-  return model.get("answer").n === model.get("asked").n && document.body.dataset.rest === "yes";
+ANSWERED = """before => {
+  const { model } = document.getElementById("lab"), { n } = model.get("asked");
+  return n > before && model.get("answer").n === n && document.body.dataset.rest === "yes";
 }"""
 
 
@@ -159,8 +159,9 @@ class Page:
 
     def answered(self, act: Any) -> dict[str, Any]:
         """Do it, wait for its answer and what follows, and return what was asked."""
+        before = self.held("asked").get("n", 0)
         act()
-        self.page.wait_for_function(ANSWERED, timeout=60_000)
+        self.page.wait_for_function(ANSWERED, arg=before, timeout=60_000)
         return dict(self.held("asked"))
 
     def press(self, name: str) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def test_what_is_no_pyodide_is_refused_in_a_sentence(
     with pytest.raises(CourseError, match="--pyodide .*: pyodide.mjs is not there; give the folder of the npm package"):
         pyodide(str(tmp_path))
     given = ["site", str(tmp_path / "out"), "--source", str(executed), "--executed", "--pyodide", str(tmp_path)]
-    assert main(given) == 2 and "--pyodide is for the page that --live makes" in capsys.readouterr().err
+    assert main(given) == 2 and "--pyodide is for the pages that --live makes" in capsys.readouterr().err
     assert main([*given, "--live"]) == 2 and "pyodide.mjs is not there" in capsys.readouterr().err
 
 
