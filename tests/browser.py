@@ -132,8 +132,8 @@ class Cells:
     folder: Path
 
     @contextmanager
-    def run(self, sources: Sequence[str], width: int = 1280) -> Iterator[Any]:
-        """A browser's page on a notebook of these cells, all of them set going."""
+    def open(self, sources: Sequence[str], width: int = 1280, height: int = 900) -> Iterator[Any]:
+        """A browser's page on a notebook of these cells, none of which was run."""
         cells = [
             {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
              "source": source}
@@ -142,15 +142,21 @@ class Cells:
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
         (self.folder / "cells.ipynb").write_text(json.dumps(notebook))
-        context = self.chromium.new_context(viewport={"width": width, "height": 900})
+        context = self.chromium.new_context(viewport={"width": width, "height": height})
         page = patient(context.new_page())
         page.goto(self.server.page_of(f"{self.folder.name}/cells.ipynb"))
         page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
         page.add_style_tag(content=".Toastify { display: none }")
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         yield page
         context.close()
+
+    @contextmanager
+    def run(self, sources: Sequence[str], width: int = 1280) -> Iterator[Any]:
+        """A browser's page on a notebook of these cells, all of them set going."""
+        with self.open(sources, width) as page:
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            yield page
 
 
 @pytest.fixture

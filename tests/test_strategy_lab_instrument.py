@@ -65,6 +65,37 @@ def test_what_cannot_be_simulated_says_why() -> None:
     assert found.peak and "torch-fsdp2" in outcome(replace(JOB, engine="torch-fsdp2", link=None)).why_no_memory
 
 
+@pytest.mark.parametrize("units", ["linear", "model"])
+def test_units_without_a_step_say_why(units: str) -> None:
+    rows = answer(Choices(units=units), Look(), FIXED)["rows"]
+    assert {(row["step"], row["why_no_step"]) for row in rows} == {
+        (None, f"not simulated in units {units}, only in blocks")
+    }
+    assert all(row["peak"] for row in rows)
+    refused = answer(replace(ON_GPUS, units=units), Look(), {})["errors"]
+    assert refused == {
+        "units": f"units is {units!r}; plans of published models have blocks as units: expected auto or block"
+    }
+    assert answer(replace(ON_GPUS, units="block"), Look(), {})["errors"] == {}
+    assert (
+        outcome(replace(JOB, link=None, emulate="8xH100", as_model="llama-3.1-8b")).why_no_step
+        == "not simulated in the wind tunnel"
+    )
+
+
+def test_over_two_nodes_the_network_carries_less_of_hybrid_shard() -> None:
+    preset = PRESETS["two nodes"]
+    shown = answer(preset.choices, Look(*preset.sides), {})
+    assert "Over the network, its nodes send 32.1 GB each, 26.1 GB (45 %) less." in shown["difference"]
+    runs = {run.strategy: run for run in check(preset.choices).runs}
+    full, hybrid = outcome(runs["full_shard"]), outcome(runs["hybrid_shard"])
+    assert full.sent_by_a_node == full.sent, "one ring through all GPUs leaves a node once"
+    parameters = 8_030_261_248
+    # an all-reduce between two nodes sends each fp32 gradient once, whichever GPU has it
+    assert hybrid.sent_by_a_node == pytest.approx(4 * parameters, rel=1e-3)
+    assert "network" not in answer(ON_GPUS, Look(), {})["difference"]
+
+
 def test_a_plan_is_simulated_with_the_link_and_the_card_of_the_choices() -> None:
     (plan,) = check(replace(ON_GPUS, strategies=("full_shard",), link="1GB/s")).runs
     assert isinstance(plan, PlanSpec) and plan.gpu.link.bytes_per_s == 1e9 and plan.gpu.memory_bytes == 80 * 2**30

@@ -86,6 +86,29 @@ def bytes_by_axis(rows: Sequence[AxisTraffic]) -> dict[str, int]:
     return by_axis
 
 
+def sent_by_a_node(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> int:
+    """Bytes that the GPUs of one node together send over its network in a step.
+
+    A ring through all GPUs of two nodes leaves each node once: what leaves it is what one rank sends, by whichever
+    network card. Where each GPU has a ring with its like in the other nodes, every one of these rings leaves the node.
+
+    >>> from fsdplab.planning import plan_spec
+    >>> for strategy in ("full_shard", "hybrid_shard"):
+    ...     spec = plan_spec("llama-3.1-8b", "h100", gpus=16, gpus_per_node=8, strategy=strategy)
+    ...     print(strategy, round(sent_by_a_node(spec, plan_traffic(spec)) / 1e9))
+    full_shard 60
+    hybrid_shard 32
+    """
+    per_node = min(spec.gpus, spec.gpus_per_node)
+    sent = 0.0
+    for row in rows:
+        if leaves_node(spec, row.axis):
+            inner, _ = _mesh(spec)[row.axis]
+            of_a_ring = max(1, per_node // inner)
+            sent += row.step_bytes * per_node / of_a_ring
+    return round(sent)
+
+
 def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
     """Return the link of a rank along an axis, at what collectives reach of it.
 

@@ -52,6 +52,7 @@ class Instrument(anywidget.AnyWidget):
     marks = traitlets.List().tag(sync=True)
     more = traitlets.Dict().tag(sync=True)
     progress = traitlets.Dict().tag(sync=True)
+    shown = traitlets.Bool(False).tag(sync=True)  # a cell has just displayed it; the page scrolls to it once
     width = traitlets.Int(0).tag(sync=True)
     scale = traitlets.Float(1.0).tag(sync=True)
 
@@ -198,6 +199,7 @@ class StrategyLab:
         self._resize()
 
     def _ipython_display_(self) -> None:
+        self.instrument.shown = True
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
         self._kept = kept(self.details.batch)
         saved = still(self._kept, self.instrument.answer)

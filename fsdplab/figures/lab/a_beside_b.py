@@ -85,6 +85,9 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
         parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
     if a.sent and b.sent:
         parts.append(_on_the_messages(a, b, b.sent / a.sent, precision))
+    if a.sent_by_a_node and b.sent_by_a_node:
+        amount = _beside(a.sent_by_a_node, b.sent_by_a_node, size, ("less", "more", "as much"))
+        parts.append(f"Over the network, its nodes send {size(b.sent_by_a_node)} each, {amount}.")
     return " ".join(parts)
 
 

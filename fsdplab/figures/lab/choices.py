@@ -40,6 +40,8 @@ RANKS, TOKENS = (1, 2, 3, 4), range(1, 2**20 + 1)
 NO_LINK, TUNNEL = "none", "wind tunnel"
 SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, at first
 
+_BLOCKS = ("auto", "block")  # units that are a model's blocks
+
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
@@ -290,6 +292,9 @@ def _wrong_choices(choices: Choices, fixed: Fixed) -> dict[str, str]:
             errors[name] = words
     if errors:
         return errors
+    if PRESETS[choices.preset].gpu and choices.units not in _BLOCKS and not own_model(choices, fixed):
+        words = f"units is {choices.units!r}; plans of published models have blocks as units: expected auto or block"
+        return {"units": words}
     sequence = sequence_of(choices, fixed)
     if choices.tokens % sequence:
         return {"tokens": f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"}

@@ -122,11 +122,11 @@ function placesOf(answer, offers, width) {
     const panel = (width - NAMES - GAP) / 2, left = [NAMES, NAMES + panel + GAP], bottom = TITLE + count * ROW;
     const keys = [[0, left[1] - GAP], [left[1], width - left[1]]].map(([from, room]) => [from, room, bottom + AXIS + 12]);
     const high = Math.max(2 * LEGEND, ...all.map((list, which) => legend(list, ...keys[which]).height));
-    return { narrow: false, left, room: panel - Math.max(140, 0.17 * width), tops: [0, 0], bottoms: [bottom, bottom], pitch: ROW, first: 4, keys, height: bottom + AXIS + 10 + high };
+    return { narrow: false, left, room: panel - Math.max(140, 0.17 * width), titles: panel, tops: [0, 0], bottoms: [bottom, bottom], pitch: ROW, first: 4, keys, height: bottom + AXIS + 10 + high };
   }
   const pitch = ROW + LINE, high = TITLE + count * pitch, second = high + AXIS + 8 + legend(all[0], 0, width, 0).height;
   const tops = [0, second], bottoms = tops.map((top) => top + high), keys = bottoms.map((bottom) => [0, width, bottom + AXIS + 10]);
-  return { narrow: true, left: [0, 0], room: width - 2, tops, bottoms, pitch, first: LINE + 4, keys, height: bottoms[1] + AXIS + 8 + legend(all[1], ...keys[1]).height };
+  return { narrow: true, left: [0, 0], room: width - 2, titles: width, tops, bottoms, pitch, first: LINE + 4, keys, height: bottoms[1] + AXIS + 8 + legend(all[1], ...keys[1]).height };
 }
 const stepKeys = (offers) => [...offers.step, ["measured", "fl-measured"]].filter(([name]) => offers.measures || name !== "measured");
 
@@ -140,18 +140,18 @@ function bars(answer, offers, places, tips) {
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const out = [];
-  for (const [which, title] of [answer.memory_title, answer.step_title].entries())
-    out.push(`<text class="fl-title" x="${left[which]}" y="${tops[which] + 14}">${escape(title)}</text>`);
+  for (const [which, text] of [answer.memory_title, answer.step_title].entries()) out.push(title(left[which], tops[which] + 14, places.titles, text));
   const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
-  for (const [which, say] of [[0, sized], [1, asTime]])
+  const known = [peaks.some(Boolean), times.some(Boolean)];
+  for (const [which, say] of [[0, sized], [1, asTime]].filter(([which]) => known[which]))
     for (const part of [0, 0.5, 1]) {
       const tick = x(which, most[which] * part), covered = !which && tick + (part < 1 ? 24 : 0) > badge[0] && tick - (part < 1 ? 24 : 48) < badge[1];
       const anchor = narrow && !part ? "start" : part < 1 ? "middle" : "end";
       out.push(`<path class="fl-grid" d="M${tick},${tops[which] + TITLE - 2}V${bottoms[which]}"/>`);
       if (!covered) out.push(`<text class="fl-small" text-anchor="${anchor}" x="${tick}" y="${bottoms[which] + 13}">${part ? say(most[which] * part) : 0}</text>`);
     }
-  if (!narrow) for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
+  if (!narrow) for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]].filter(([which]) => known[which]))
     out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottoms[which] + 13}">${escape(origin)}</text>`);
   const high = ROW - 9, cuts = [];
   rows.forEach((row, index) => {
@@ -181,21 +181,32 @@ function bars(answer, offers, places, tips) {
       const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", here = which && row.here, band = row.bands[which], told = here ? `predicted here from the run of ${here.of}: ${here.words}` : "", below = seen || (over ? `${beyond} the card` : here ? `here ${here.words}` : band?.words ?? "");
       if (band) out.push(`<path class="fl-band" ${tip(`${row.name}: ${band.words} ${band.of}`)} d="M${x(which, band.ends[0])},${barTop + high / 2 - 4}v8m0,-4H${x(which, band.ends[1])}m0,-4v8"/>`);
       if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${barTop - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
-      if (narrow) {
+      const missing = !(row[key] || real); // its reason stands where the bar would
+      if (narrow && !missing) {
         const [look, rest] = [over ? " fl-alarm" : "", below && `<tspan class="fl-small">${escape(below)}</tspan> `];
         out.push(`<text class="fl-label${look}" text-anchor="end" x="${left[which] + room}" y="${line - LINE}">${rest}<tspan>${escape(first)}</tspan></text>`);
         continue;
       }
-      const end = left[which] + room + 12, beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
-      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? line - 5 : line}">${escape(first)}${beside}</text>`);
+      const end = left[which] + room + 12, start = missing ? left[which] : end, beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
+      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${start}" y="${below ? line - 5 : line}">${escape(first)}${beside}</text>`);
       if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${line + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
   if (narrow && answer.card) out.push(`<path class="fl-cut" d="${cuts.join("")}"/>`); // beside the bars only: it crosses no name
-  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom: bottoms[0], per: most[0] / room, left: left[0] } : null;
+  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom: bottoms[0], end: most[0], per: most[0] / room, left: left[0] } : null;
   const lists = [used(answer, offers), stepKeys(offers)].map((list, which) => legend(list, ...places.keys[which]).svg);
   return { svg: [...out, ...lists].join(""), card };
+}
+
+// A title, which fitTitles makes smaller where it is longer than its room.
+const title = (x, y, room, text) => `<text class="fl-title" x="${x}" y="${y}" data-room="${room}">${escape(text)}</text>`;
+
+function fitTitles(figure) {
+  for (const text of figure.querySelectorAll("[data-room]")) {
+    const long = text.getComputedTextLength(), room = Number(text.dataset.room);
+    if (long > room) text.style.fontSize = `${parseFloat(getComputedStyle(text).fontSize) * room / long}px`;
+  }
 }
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
@@ -204,7 +215,7 @@ const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}�
 function legend(list, left, room, top) {
   let x = 0, y = top;
   const svg = list.map(([name, look]) => {
-    const wide = 19 + 5.9 * name.length;
+    const wide = 19 + 6.2 * name.length;
     if (x && x + wide > room) [x, y] = [0, y + LEGEND];
     const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
     x += wide + 6;
@@ -221,8 +232,8 @@ function timeline(answer, offers, width, top, tips) {
   const x = (ms) => names + (room * ms) / end;
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
-  const keys = narrow ? legend(offers.kinds, 0, width, top + 32) : legend(offers.kinds, 160, width - 160, top + 13);
-  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, keys.svg];
+  const keys = narrow ? legend(offers.kinds, 0, width, top + 32) : legend(offers.kinds, NAMES + GAP, width - NAMES - GAP, top + 13);
+  const out = [title(0, top + 14, narrow ? width : NAMES, "One step, A above B"), keys.svg];
   const start = top + TITLE + (narrow ? keys.height : 0), pitch = 2 * LANE + 8 + above;
   runs.forEach((run, index) => {
     const y = start + above + index * pitch;
@@ -250,7 +261,7 @@ function used(answer, offers) {
 }
 
 function spoken(answer) {
-  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, ...row.bands.filter(Boolean).map((band) => `${band.words} ${band.of}`), row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
+  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words ? `step ${row.step_words}` : `step ${row.why_no_step}`, ...row.bands.filter(Boolean).map((band) => `${band.words} ${band.of}`), row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
   return `${answer.memory_title}. ${answer.step_title} (${answer.clock}). ${lines.join("; ")}. ${answer.difference}`;
 }
 
@@ -287,11 +298,12 @@ function render({ model, el }) {
     const now = asked.choices.engines;
     ask({ engines: now.includes(value) ? now.filter((each) => each !== value) : [...now, value] });
   };
+  const guessing = buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" }));
   const top = [
     buttons("Preset", () => Object.keys(offers.presets), (name) => name, (state, value) => state.choices.preset === value, (value) => ask({ preset: value })),
     menu("Model", "model", () => presetOf().models, ask), menu("Ranks", "ranks", () => presetOf().ranks, ask),
     menu("Precision", "precision", () => offers.values.precision, ask),
-    buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" })),
+    guessing,
     buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
   ];
   const second = [
@@ -303,7 +315,7 @@ function render({ model, el }) {
   const sequence = slider("sequence", { label: () => "Sequence length", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const ofRuns = [
     typed("Timed steps", "steps", ask),
-    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines, true),
   ];
   const more = [
     typed("Card", "card", ask), menu("Units", "units", () => offers.values.units, ask), menu("Recompute", "checkpoint", () => offers.values.checkpoint, ask), menu("Optimizer", "optimizer", () => offers.values.optimizer, ask),
@@ -350,7 +362,7 @@ function render({ model, el }) {
     sequence.show(asked, preset, answer);
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
     sequence.node.hidden = tokens.node.hidden || (preset.measured && offers.fixed.includes("sequence_length"));
-    faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
+    keepFocus(faster, () => faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "data-key": each, "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each))));
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
   }
@@ -368,17 +380,22 @@ function render({ model, el }) {
   }
   function showProgress() {
     const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
+    const had = document.activeElement;
     measure.disabled = now.busy || !presetOf().measured;
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
     measure.title = presetOf().measured ? offers.measures ? "train these runs on this machine" : "say where runs can be measured" : "these GPUs are not here: their runs are simulated and cannot be measured";
     cancel.disabled = !now.cancels;
+    // a disabled button loses the focus: it goes to the one that can be pressed next
+    if (had === measure && measure.disabled) cancel.focus();
+    if (had === cancel && cancel.disabled) measure.focus();
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
     say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
   }
   function draw() {
-    const hidden = Boolean(answer.hidden);
+    const hidden = Boolean(answer.hidden), left = !hidden && asks.contains(document.activeElement);
     asks.hidden = !hidden;
+    if (left) guessing.node.querySelector("button").focus();
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
     unit.textContent = ` ${answer.unit ?? ""}`;
@@ -388,6 +405,7 @@ function render({ model, el }) {
       const below = timeline(answer, offers, inside, places.height, tips), height = places.height + below.height;
       root.classList.toggle("fl-narrow", places.narrow);
       keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${below.svg}</svg>`; });
+      fitTitles(figure);
       drawn = { tips, card: top.card, scale };
       root.style.setProperty("--fl-scale", scale);
       placeCard();
@@ -401,6 +419,7 @@ function render({ model, el }) {
     if (!card) return;
     Object.assign(handle.style, { left: `${card.at * drawn.scale - 8}px`, top: `${card.top * drawn.scale}px`, height: `${(card.bottom - card.top) * drawn.scale}px` });
     handle.setAttribute("aria-valuenow", answer.card);
+    handle.setAttribute("aria-valuemax", Math.max(answer.card, Math.round(card.end)));
     handle.setAttribute("aria-valuetext", sized(answer.card));
     handle.dataset.words = `card ${sized(answer.card)}${card.beyond ? " ▸" : ""}`;
     handle.classList.toggle("fl-right", card.right);
@@ -440,6 +459,11 @@ function render({ model, el }) {
     tooltip.style.top = `${event.clientY - place.top - tooltip.offsetHeight - 10}px`;
   });
   figure.addEventListener("pointerleave", () => { tooltip.hidden = true; });
+  moreBox.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !moreBox.open) return;
+    moreBox.open = false;
+    moreBox.firstElementChild.focus();
+  });
   // JupyterLab's own keys must not act on a control that is typed into or moved.
   root.addEventListener("keydown", (event) => event.stopPropagation());
 
@@ -458,8 +482,17 @@ function render({ model, el }) {
   const resized = new ResizeObserver(() => {
     if (!el.clientWidth) return;
     draw();
+    stayInView();
     if (Math.abs(model.get("width") - el.clientWidth) > 40) { model.set("width", el.clientWidth); model.save_changes(); }
   });
+  // A cell that was just run has displayed the lab: it stays in view, though the notebook has gone on to the next cell.
+  function stayInView() {
+    if (!model.get("shown")) return;
+    model.set("shown", false);
+    model.save_changes();
+    const cell = el.closest(".jp-Cell");
+    if (cell?.matches(".jp-mod-active") || cell?.nextElementSibling?.matches(".jp-mod-active")) root.scrollIntoView({ block: "nearest" });
+  }
   const showMarks = () => link.mark(model.get("marks"));
   model.on("change:answer", answered);
   model.on("change:marks", showMarks);

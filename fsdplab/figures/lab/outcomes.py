@@ -18,7 +18,7 @@ from typing import Any
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis, sent_by_a_node
 from fsdplab.planning.planner import plan_of
 from fsdplab.planning.program import OPTIMIZER, ROOT, StepWork, program_of
 from fsdplab.planning.simulation import RankLog, Span, on_links_of, simulate_program, simulate_work, work_of
@@ -70,7 +70,8 @@ class Step:
 @dataclass(frozen=True)
 class Outcome:
     """What a run takes: bytes by category at the peak, bytes that a rank sends, and its step with the blocks of a
-    timeline. None where it is not known, with the reason for the memory.
+    timeline. None where it is not known, with the reason. Of several nodes also the bytes that a node sends over its
+    network.
     """
 
     memory: Mapping[str, int] | None
@@ -78,16 +79,13 @@ class Outcome:
     step: Step | None
     blocks: Blocks | None = None
     why_no_memory: str = ""
+    why_no_step: str = ""
+    sent_by_a_node: int = 0
 
     @property
     def peak(self) -> int | None:
         """The sum of the categories."""
         return sum(self.memory.values()) if self.memory else None
-
-    @property
-    def why_no_step(self) -> str:
-        """Why the step is not known; "" where it is."""
-        return "" if self.step else "not simulated without a link"
 
 
 def outcome(run: Run) -> Outcome:
@@ -133,11 +131,21 @@ def _outcome(run: Run, version: str) -> Outcome:
     if isinstance(run, PlanSpec):
         plan = run.plan if isinstance(run, OwnPlan) else plan_of(run)
         memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
-        return Outcome(memory, sum(bytes_by_axis(plan.traffic).values()), step, blocks)
+        sent = sum(bytes_by_axis(plan.traffic).values())
+        return Outcome(memory, sent, step, blocks, sent_by_a_node=sent_by_a_node(run, plan.traffic))
     if run.link:
         run = replace(run, link="1GB/s")  # memory and messages are alike behind any link: one prediction for all
     predicted = _predicted(run, version)
-    return Outcome(predicted.by_category, predicted.bytes_per_step, step, blocks, predicted.why_not)
+    why_no_step = "" if step else _why_not_simulated(run)
+    return Outcome(predicted.by_category, predicted.bytes_per_step, step, blocks, predicted.why_not, why_no_step)
+
+
+def _why_not_simulated(run: RunSpec) -> str:
+    if run.emulate:
+        return "not simulated in the wind tunnel"
+    if run.link is None:
+        return "not simulated without a link"
+    return f"not simulated in units {run.units}, only in blocks"
 
 
 @lru_cache(maxsize=256)
