@@ -343,7 +343,7 @@ function render({ model, el }) {
   const changes = element("div", { class: "fl-changes" }), copyText = element("pre", {}), forms = element("div", { class: "fl-group", role: "group", "aria-label": "Copy as" });
   const copied = element("button", { type: "button", class: "fl-go", onclick: () => navigator.clipboard?.writeText(copyText.textContent).then(() => { copied.textContent = "Copied"; }) }, "Copy");
   const folds = [folded("What would change if", changes), folded("Copy as", element("div", { class: "fl-line" }, forms, copied), copyText)];
-  let form = null;
+  let form = null, focusWaits = false;
   const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
   const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
   const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
@@ -385,9 +385,13 @@ function render({ model, el }) {
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
     measure.title = presetOf().measured ? offers.measures ? "train these runs on this machine" : "say where runs can be measured" : "these GPUs are not here: their runs are simulated and cannot be measured";
     cancel.disabled = !now.cancels;
-    // a disabled button loses the focus: it goes to the one that can be pressed next
+    // A disabled button loses the focus: it goes to the one that can be pressed next, after Cancel when the ranks have ended.
     if (had === measure && measure.disabled) cancel.focus();
-    if (had === cancel && cancel.disabled) measure.focus();
+    if (had === cancel && cancel.disabled) focusWaits = true;
+    if (focusWaits && !measure.disabled) {
+      focusWaits = false;
+      if ([cancel, document.body, null].includes(document.activeElement)) measure.focus();
+    }
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
     say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
