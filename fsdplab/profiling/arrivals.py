@@ -32,11 +32,11 @@ def arrivals_of(record: RunRecord, steps: Iterable[int]) -> dict[Key, dict[int, 
 
 @dataclass(frozen=True)
 class Meetings:
-    """The rows of a record's collectives, those that ranks share, and how far the clock of each rank is ahead."""
+    """The rows of a record's collectives, and which of them are the same collective on several ranks."""
 
     rows: Sequence[Row]
-    shared: Mapping[Key, Sequence[Row]]
-    ahead: Mapping[int, int]
+    shared: Mapping[Key, Sequence[Row]]  # the rows of each collective of several ranks
+    ahead: Mapping[int, int]  # rank -> by how many ns its clock is ahead
     on_gpu: bool
 
     @classmethod
@@ -73,6 +73,7 @@ class Meetings:
             last = max(map(self._came, members))
             for row in members:
                 last_came[id(row)] = last
+
         waits: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of each rank: until when, and for how long
         for row in self.rows:
             waited_ns = self._waited_ns(row, last_came.get(id(row)))
@@ -81,16 +82,23 @@ class Meetings:
             ended = self._ended(row)
             until = min(last_came.get(id(row), ended), ended)
             waits[row["rank"]].append((until, waited_ns))
+
         clocks = {rank: _StandingClock(of_rank) for rank, of_rank in waits.items()}
         arrivals = {}
         for key, members in self.shared.items():
-            arrivals[key] = {row["rank"]: clocks[row["rank"]].at(self._came(row)) for row in members}
+            on_own_clock: dict[int, int] = {}
+            for row in members:
+                rank = row["rank"]
+                on_own_clock[rank] = clocks[rank].at(self._came(row))
+            arrivals[key] = on_own_clock
         return arrivals
 
     def _came(self, row: Row) -> int:
         """When the rank of a row came."""
-        issue: int | None = None if self.on_gpu else row.get("issue_ns")
-        return int(row["start_ns"] if issue is None else issue) - self.ahead.get(row["rank"], 0)
+        came: int | None = None if self.on_gpu else row.get("issue_ns")
+        if came is None:
+            came = row["start_ns"]
+        return int(came) - self.ahead.get(row["rank"], 0)
 
     def _ended(self, row: Row) -> int:
         """When it ended there."""
@@ -124,7 +132,12 @@ def _of_axis(row: Row, spec: Mapping[str, Any]) -> Row:
 
 
 class _StandingClock:
-    """A clock that stands still during its rank's waits."""
+    """A clock that stands still during its rank's waits.
+
+    >>> clock = _StandingClock([(300, 100)])       # until 300, for 100
+    >>> clock.at(200), clock.at(300), clock.at(350)
+    (200, 200, 250)
+    """
 
     def __init__(self, waits: Sequence[tuple[int, int]]) -> None:
         ordered = sorted(waits)

@@ -47,7 +47,7 @@ def _merged(ordered: Intervals, below: int = 1) -> Intervals:
 
 
 def _paired(starts: np.ndarray, ends: np.ndarray) -> Intervals:
-    """Starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
+    """Pair starts and ends as intervals; `np.stack` takes three times as long for the few of a step."""
     pairs: Intervals = np.empty((len(starts), 2), dtype=np.int64)
     pairs[:, 0] = starts
     pairs[:, 1] = ends
@@ -70,7 +70,7 @@ def length(a: Any) -> int:
 
 
 def clip(a: Any, start: int, end: int) -> Intervals:
-    """The part between two instants: `clip([(0, 9)], 2, 4)` is `[[2, 4]]`."""
+    """The part of a set between two instants: `clip([(0, 9)], 2, 4)` is `[[2, 4]]`."""
     return within(union(a), start, end)
 
 
@@ -183,7 +183,7 @@ class Cells:
         return cells
 
     def inside(self, spans: Any) -> np.ndarray:
-        """Which cells lie in any of the spans, which may overlap."""
+        """Which cells lie in any of the spans, which may overlap; their bounds are edges."""
         first, last = self.at(pairs(spans)).T
         many = len(self._edges) + 1
         begun = np.bincount(first, minlength=many)
@@ -192,14 +192,18 @@ class Cells:
         return depth[: len(self.start)] > 0
 
     def paint(self, spans: Intervals, labels: Sequence[int] | np.ndarray) -> np.ndarray:
-        """For each cell the label of the last span that holds it, -1 for none."""
+        """For each cell the label of the last span that holds it, -1 for none.
+
+        >>> Cells([0, 9], [[2, 4]]).paint(np.array([[0, 9], [2, 4]]), [7, 8]).tolist()
+        [7, 8, 7]
+        """
         column = np.full(len(self.start), -1)
         for (first, last), label in zip(self.at(spans).tolist(), labels):
             column[first:last] = label
         return column
 
     def runs(self, labels: np.ndarray) -> tuple[Intervals, np.ndarray]:
-        """Neighbours of one label as one span, and the labels; cells of label -1 are left out."""
+        """Join neighbours of one label to spans: (the spans, their labels); cells of label -1 are left out."""
         first = np.flatnonzero(np.diff(labels, prepend=-2))
         after: np.ndarray = np.append(first[1:], len(labels))[: len(first)]  # without cells there are no runs
         spans = _paired(self.start[first], self.end[after - 1])
@@ -208,12 +212,20 @@ class Cells:
         return spans[is_kept], run_labels[is_kept]
 
     def between(self, where: np.ndarray, begin: Any, end: Any) -> np.ndarray:
-        """Nanoseconds of these cells from the edges `begin` to the edges `end`."""
+        """Nanoseconds of these cells from the edges `begin` to the edges `end`.
+
+        >>> Cells([0, 9], [[2, 4]]).between(np.array([True, True, False]), [0, 2], [9, 4]).tolist()
+        [4, 2]
+        """
         sums: np.ndarray = np.concatenate([[0], np.cumsum(self.length * where)])
         return sums[self.at(end)] - sums[self.at(begin)]
 
     def sums(self, labels: np.ndarray, many: int) -> np.ndarray:
-        """Nanoseconds of each label from 0 to `many` - 1."""
+        """Nanoseconds of each label from 0 to `many` - 1; a label below 0 is no label.
+
+        >>> Cells([0, 9], [[2, 4]]).sums(np.array([1, -1, 1]), 2).tolist()
+        [0, 7]
+        """
         is_chosen = labels >= 0
         sums = np.bincount(labels[is_chosen], self.length[is_chosen], minlength=many)
         return sums[:many].astype(np.int64)

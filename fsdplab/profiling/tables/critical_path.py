@@ -53,12 +53,18 @@ class _Part(NamedTuple):
 
 
 class _Lane:
-    """Rows of one rank, computing or collectives, that can be asked for those around an instant."""
+    """Rows of one rank, computing or collectives, that can be asked for those around an instant.
+
+    >>> lane = _Lane([{"start_ns": 0, "end_ns": 40}, {"start_ns": 50, "end_ns": 90}])
+    >>> lane.before(60, since=0), lane.before(45, since=0)
+    (([{'start_ns': 50, 'end_ns': 90}], 40), ([], 40))
+    """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = sorted(rows, key=itemgetter("start_ns", "end_ns"))
         self._starts = [row["start_ns"] for row in self.rows]
-        self._latest = list(accumulate((row["end_ns"] for row in self.rows), max))
+        ends = [row["end_ns"] for row in self.rows]
+        self._latest = list(accumulate(ends, max))  # of each row and all before it
 
     def before(self, now: int, since: int) -> tuple[list[Row], int]:
         """What began before `now` and had not ended; and where there is nothing, when the last row ended, or `since`
@@ -106,8 +112,9 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     if step is None or not ranks:
         known = ", ".join(map(str, sorted(lengths))) or "none"
         raise TraceError(f"no trace has step {step}; expected one of {known}.")
-    arrivals = _arrivals([row for rank in ranks.values() for row in rank.collectives.rows])
-    rows = _rows(_joined(_walked(ranks, arrivals)))
+    collectives = [row for rank in ranks.values() for row in rank.collectives.rows]
+    path = _joined(_walked(ranks, _arrivals(collectives)))
+    rows = _rows(path)
     sentence = _sentence(step, rows, len(ranks) > 1)
     title = f"Critical path of step {step}"
     if in_order:
@@ -182,7 +189,8 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
     computing, since = here.computing.before(now, here.start)
     if computing:
         row = max(computing, key=itemgetter("end_ns"))
-        return _Part(rank, COMPUTE, row["unit"], row["phase"], max(row["start_ns"], here.start), now), rank
+        begun = max(row["start_ns"], here.start)
+        return _Part(rank, COMPUTE, row["unit"], row["phase"], begun, now), rank
     exposed, since = here.exposed.before(now, since)
     if exposed:
         return _exposed(rank, here, exposed, now, arrivals)
@@ -196,13 +204,17 @@ def _exposed(
     row = max(exposed, key=itemgetter("start_ns"))
     unit, phase, kind = row["unit"], row["phase"], row["name"]
     under_way, _ = here.collectives.before(now, here.start)
-    alike = [other for other in under_way if (other["unit"], other["phase"], other["kind"]) == (unit, phase, kind)]
+    alike = []
+    for other in under_way:
+        if (other["unit"], other["phase"], other["kind"]) == (unit, phase, kind):
+            alike.append(other)
     last, began = rank, row["start_ns"]
     if alike:
         collective = min(alike, key=lambda other: (other["end_ns"], -other["start_ns"]))
         # one of which nothing was exposed on the link delayed only by its own copies and waits
         earliest = collective["start_ns"] if collective["on_link_ns"] else began
         last, began = arrivals[id(collective)]
+        # a rank that came before anything was exposed here, or only now, delayed nothing
         if not earliest <= began < now:
             last, began = rank, earliest
     return _Part(rank, kind, unit, phase, max(began, here.start), now), last
@@ -238,11 +250,12 @@ def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
     by_what: Counter[str] = Counter()
     for row in rows:
         by_what[row["what"]] += row["ns"]
-    shares = ", ".join(f"{seconds(ns / 1e9)} {what}" for what, ns in by_what.most_common())
+    listed = [f"{seconds(ns / 1e9)} {what}" for what, ns in by_what.most_common()]
     longest = _shares(rows)[0]
     unit = f" of {longest['unit']}" if longest["unit"] else ""
     across = " from the first rank's start to the last rank's end" if several else ""
+    whole = seconds(sum(by_what.values()) / 1e9)
     return (
-        f"Step {step} lasts {seconds(sum(by_what.values()) / 1e9)}{across}: {shares}. The largest part is"
+        f"Step {step} lasts {whole}{across}: {', '.join(listed)}. The largest part is"
         f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
     )

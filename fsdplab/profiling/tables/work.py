@@ -41,22 +41,17 @@ _KIND_OF = {
 
 @dataclass(frozen=True)
 class Work:
-    """All named work of the profiled steps of a trace (all of it where it marks none), one element each.
-
-    `rows` are rows of `found`. `own_ns` is the time without what ran inside (operators nest; work of a device does
-    not). `unit` indexes `units`. `operator` is the row of the operator itself, or of the one that launched the work; -1
-    for none. `communicates`: operators that copy for a collective. `steps`: how many there are.
-    """
+    """All named work of the profiled steps of a trace (all of it where it marks none), one element each."""
 
     found: Events
-    rows: np.ndarray
-    kind: np.ndarray
-    unit: np.ndarray
+    rows: np.ndarray  # of each element, in `found`
+    kind: np.ndarray  # of each element, a position in `KINDS`
+    unit: np.ndarray  # of each element, a position in `units`
     units: Sequence[str]
-    own_ns: np.ndarray
-    operator: np.ndarray
-    communicates: np.ndarray
-    steps: int
+    own_ns: np.ndarray  # without what ran inside: operators nest, work of a device does not
+    operator: np.ndarray  # the row of the operator itself, or of the one that launched the work; -1 for none
+    communicates: np.ndarray  # operators that copy for a collective
+    steps: int  # how many there are
 
     def of_kind(self, *kinds: str) -> np.ndarray:
         """Which elements are of these kinds."""
@@ -96,6 +91,7 @@ def work_of(events: Events) -> Work:
     launched = events.of_launch(events.start, rows)
     begun = np.where(~is_operator & known(launched), launched, events.start[rows])
 
+    # operators call operators: each one's own time, and the operator that launched each kernel
     operators = rows[is_operator]
     nesting = _nested(events, operators, events.launched_by[rows[~is_operator]])
     own_ns = events.end[rows] - events.start[rows]
@@ -103,6 +99,7 @@ def work_of(events: Events) -> Work:
     launching = [nesting.around.get(call, -1) for call in events.launched_by[rows].tolist()]
     operator = np.where(is_operator, rows, launching)
 
+    # what began in a step, by the unit of its beginning
     steps = pairs([(window.start, window.end) for window in events.steps])
     is_kept: np.ndarray = np.ones(len(rows), dtype=bool)
     if len(steps):
@@ -155,6 +152,7 @@ class _Nesting(NamedTuple):
 
 
 def _nested(events: Events, operators: np.ndarray, calls: np.ndarray) -> _Nesting:
+    """Walk through operators and launching calls, thread after thread and the outer one first."""
     rows = np.concatenate([operators, np.unique(calls[calls >= 0])])
     order = np.lexsort((-events.end[rows], events.start[rows], events.thread[rows]))
     in_order = rows[order]
@@ -175,7 +173,7 @@ def _nested(events: Events, operators: np.ndarray, calls: np.ndarray) -> _Nestin
         if not opens:
             around[row] = outer
             continue
-        if outer >= 0:
+        if outer >= 0:  # what of it lies inside the outer one is not the outer one's own
             own_ns[outer] -= min(end, outer_end) - start
         own_ns[row] = end - start
         open_operators.append((row, thread, end))

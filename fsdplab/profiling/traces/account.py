@@ -9,6 +9,13 @@ A step is cut into cells, stretches in which nothing changes. A cell computes, c
 
 so compute only + overlapped + exposed + idle is the step, which `account` checks.
 
+A step of 100 ns that computes from 0 to 60, with an all-gather on the link from 40 to 90:
+
+    cell        0-40            40-60         60-90      90-100
+    owner       none            all-gather    all-gather none
+    part        compute only    overlapped    on link    rest
+    sums        40              20            30         10
+
 Read `account` first: it makes the cells, gives each its owner, then its part, and sums them up. A cell with
 communication has one owner: the host's own copies and waits name theirs, else it is the collective that ends first,
 since the host goes on at its end. An exposed cell is packing or unpacking where the host copies for its owner (unless
@@ -62,7 +69,12 @@ _HOOKS = ("pre_forward", "pre_backward", "post_backward", "root_post_backward_ca
 
 
 class TraceSets:
-    """What the steps of one trace share, as sorted, disjoint sets; `lifecycle`: when an engine's hooks ran."""
+    """What the steps of one trace share, as sorted, disjoint sets.
+
+    `host_busy`: when any thread of the host ran an operator; `device`: when the device did anything at all; `blocked`:
+    when the host waited in a synchronising call; `core_waits`: when it waited for a core, where somebody noted that;
+    `lifecycle`: when an engine's hooks ran; `idle`: spans with the causes in `idle_causes`, positions in `IDLE_PARTS`.
+    """
 
     def __init__(
         self, events: Events, collectives: Sequence[Collective], segments: Segments, core_waits: Intervals
@@ -76,25 +88,21 @@ class TraceSets:
         self.core_waits = union(core_waits)
         hooks = [(hook.start, hook.end) for hook in events.ranges if hook.label.startswith(_HOOKS)]
         self.lifecycle = union(hooks)
-        self.idle, self.idle_causes = idle_causes(events, self.device)  # spans, and for each a position in IDLE_PARTS
+        self.idle, self.idle_causes = idle_causes(events, self.device)
 
 
 @dataclass(frozen=True)
 class Account:
-    """A step's cells, each with its owner (an index of the step's collectives, -1 for none) and its part (a position in
-    `PARTS`, -1 outside of the step). `host` says where the host ran operators; `sums` are ns by `PARTS`, `parts` of
-    exposed time for each collective by `PARTS_OF_COLLECTIVE`; `causes` says why. `core_wait_ns`: how long the host
-    waited for a core, also while it computed.
-    """
+    """A step's cells with their labels, the sums over them, and why each of the step's collectives was exposed."""
 
     cells: Cells
-    owner: np.ndarray
-    part: np.ndarray
-    host: np.ndarray
-    sums: dict[str, int]
-    parts: np.ndarray
-    causes: list[str]
-    core_wait_ns: int
+    owner: np.ndarray  # of each cell: an index of the step's collectives, -1 for none
+    part: np.ndarray  # of each cell: a position in `PARTS`, -1 outside of the step
+    host: np.ndarray  # of each cell: whether the host ran operators
+    sums: dict[str, int]  # ns of the step by `PARTS`
+    parts: np.ndarray  # ns of exposed time: a row a collective, a column for each of `PARTS_OF_COLLECTIVE`
+    causes: list[str]  # of each collective
+    core_wait_ns: int  # how long the host waited for a core, also while it computed
 
     @property
     def computing(self) -> np.ndarray:
@@ -119,7 +127,7 @@ def account(window: Window, computing: Intervals, collectives: Sequence[Collecti
     computing, 50 communicating and 40 of that at once: `sums` has compute_only 40, overlapped 40, and 10 ms in the
     parts of exposed time.
     """
-    # cells: whatever begins or ends is an edge
+    # 1. cells: whatever begins or ends is an edge
     span = [window.start, window.end]
     changes = trace.segments.changes
     changes = changes[(changes > window.start) & (changes < window.end)]
@@ -131,7 +139,7 @@ def account(window: Window, computing: Intervals, collectives: Sequence[Collecti
     of_collectives = (columns.piece_spans, columns.moments, columns.asleep)
     cells = Cells(span, changes, computing, *of_collectives, host_busy, idle, core_waits, lifecycle)
 
-    # owners
+    # 2. owners: of the pieces that hold a cell the one that is painted last
     inside = cells.inside([span])  # a collective may begin before the step and end after it
     computes = cells.inside(computing)
     host = cells.inside(host_busy)
@@ -139,7 +147,7 @@ def account(window: Window, computing: Intervals, collectives: Sequence[Collecti
     owner = np.where(piece >= 0, columns.piece_owner[piece], -1) if len(collectives) else piece
     exposed = inside & ~computes & (owner >= 0)
 
-    # parts
+    # 3. parts: the first of these that holds in a cell
     exposed_part = _exposed_parts(cells, exposed, owner, piece, host, columns, trace.on_gpu)
     no_core = cells.inside(core_waits)
     last_begun = np.searchsorted(trace.idle[:, 0], cells.start, side="right")
@@ -157,7 +165,7 @@ def account(window: Window, computing: Intervals, collectives: Sequence[Collecti
         otherwise=_REST,
     )
 
-    # sums
+    # 4. sums: each cell has one part, so the parts add up to the step
     sums = dict(zip(PARTS, cells.sums(part, len(PARTS)).tolist()))
     if sum(sums.values()) != window.end - window.start:
         raise AccountingError(f"step {window.number} does not add up to {sums}; report this with the trace")
@@ -173,6 +181,7 @@ def _parts_by_collective(
 ) -> np.ndarray:
     """Exposed ns of each collective (rows) by `PARTS_OF_COLLECTIVE` (columns)."""
     many = len(PARTS_OF_COLLECTIVE)
+    # a label for each place of the table, row after row, so that one sum over cells fills all of it
     place_in_table = many * owner + part - _EXPOSED
     sums = cells.sums(np.where(exposed, place_in_table, -1), many * collectives)
     return sums.reshape(-1, many)
@@ -205,6 +214,7 @@ class _Columns:
         self._list_transports(collectives)
 
     def _list_pieces(self, collectives: Sequence[Collective]) -> None:
+        """List the pieces of all collectives, and in which order they are painted."""
         spans: list[tuple[int, int]] = []
         owners: list[int] = []
         copies: list[int] = []
@@ -224,6 +234,7 @@ class _Columns:
         self.painting_order = np.lexsort((self.piece_copies > 0, earlier_ends, np.array(has_role, dtype=np.int64)))
 
     def _list_transports(self, collectives: Sequence[Collective]) -> None:
+        """List when bytes moved, and when something else than the host moved them."""
         spans: list[tuple[int, int]] = []
         spans_on_link: list[tuple[int, int]] = []
         for collective in collectives:
@@ -246,7 +257,10 @@ def _copying(role: str, collective: Collective) -> int:
 
 
 def _asleep(collective: Collective) -> tuple[int, int]:
-    """When the host still slept though the bytes had come; nothing for what the host copies, and for kernels."""
+    """When the host still slept though the bytes had come; nothing for what the host copies, and for kernels.
+
+    A transfer that ended at 900 for which the host was blocked until 950: (900, 950), still time on the link.
+    """
     if collective.by_host or collective.transport is None or len(collective.pieces) == 1:
         return collective.end, collective.end
     woke = max(piece.end for piece in collective.pieces if piece.role in ("", "blocked"))
@@ -255,22 +269,24 @@ def _asleep(collective: Collective) -> tuple[int, int]:
 
 def _exposed_parts(
     cells: Cells,
-    exposed: np.ndarray,
-    owner: np.ndarray,
-    piece: np.ndarray,
-    host: np.ndarray,
+    exposed: np.ndarray,  # which cells are exposed
+    owner: np.ndarray,  # of each cell: its collective, -1 for none
+    piece: np.ndarray,  # of each cell: the piece of this collective
+    host: np.ndarray,  # in which cells the host ran operators
     columns: _Columns,
     on_gpu: bool,
 ) -> np.ndarray:
     """The part that each exposed cell is of: packing or unpacking, on the link, or waiting for a peer."""
     if not len(columns.piece_owner):
         return owner
+    # packing or unpacking, as long as the host works at it
     copies = np.where(exposed, columns.piece_copies[piece], 0)
     if not on_gpu:  # there the device copies, whatever the host does
         idle_in_copy = (copies > 0) & ~host
         pauses, _ = cells.runs(np.where(idle_in_copy, owner, -1))
         long_pauses = pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS]
         copies[cells.inside(long_pauses)] = 0
+    # on the link while it moves bytes, and until the host has noticed that they came
     bytes_came, woke = columns.asleep[owner].T
     still_asleep = (bytes_came <= cells.start) & (cells.start < woke)
     is_on_link = cells.inside(columns.transports_on_link) | still_asleep
@@ -278,21 +294,21 @@ def _exposed_parts(
 
 
 def _causes(
-    exposed: np.ndarray,
-    host_ns: np.ndarray,
+    exposed: np.ndarray,  # of each collective: ns of exposed time
+    host_ns: np.ndarray,  # of each collective: ns of these in which the host worked
     cells: Cells,
-    computes: np.ndarray,
+    computes: np.ndarray,  # which cells compute
     columns: _Columns,
     on_gpu: bool,
-    start: int,
+    start: int,  # when the step began: nothing before it could hide a collective of it
 ) -> list[str]:
-    """The cause of each collective's exposed ns, as the file's beginning says; `host_ns`: where the host worked in it.
-
-    `start`: when the step began, before which nothing could hide a collective of it.
-    """
+    """The cause of each collective's exposed time, as the file's beginning says."""
     queued = _queued(cells, columns, on_gpu)
     computed_before = cells.between(computes, start, np.maximum(columns.issue, start))
     computed_after = cells.between(computes, columns.end, np.maximum(columns.until, columns.end))
+
+    # A gather is late if it could have been issued before that computing, any other if its call kept the host from the
+    # computing after it.
     if on_gpu:
         issued_when_needed = columns.start - columns.issue < AT_ONCE_NS
         held_needlessly: np.ndarray = np.zeros(len(columns.held), dtype=bool)  # a GPU's host does not wait in the call
@@ -301,6 +317,7 @@ def _causes(
         held_needlessly = columns.held & (computed_after > _ENOUGH * exposed)
     could_be_earlier = issued_when_needed & (computed_before > _ENOUGH * exposed)
     late = np.where(columns.gathers, could_be_earlier, held_needlessly)
+
     waited_on_free_link = columns.start - columns.issue - queued
     causes = first_label(
         [
@@ -321,7 +338,8 @@ def _queued(cells: Cells, columns: _Columns, on_gpu: bool) -> np.ndarray:
     """Nanoseconds that each collective spent behind others on the link, between its issue and its start.
 
     A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
-    began count.
+    began count. A kernel that was issued at 0 and starts at 50, behind one that ran from 20 to 45: 25 ns, where both
+    are of CPU ranks; on a GPU as much, since the pause between them is short.
     """
     queued_from = columns.issue
     busy = close_gaps(columns.transports, _BACK_TO_BACK_NS) if on_gpu else pairs([])

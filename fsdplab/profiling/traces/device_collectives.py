@@ -26,8 +26,8 @@ def launched_collectives(events: Events, groups: Groups) -> list[Collective]:
     """The kernels that communicate, with the instant and the ranges of their launches, and the device's copies that
     pack and unpack for them.
     """
-    ranges = nests(events.ranges)
-    calls = nests(events.issues)
+    ranges = nests(events.ranges)  # of the engine, by thread
+    calls = nests(events.issues)  # of c10d, by thread
     collectives = []
     for transfer in events.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
@@ -36,9 +36,12 @@ def launched_collectives(events: Events, groups: Groups) -> list[Collective]:
         is_known = launch is not None
         if launch is None:
             launch = transfer.start
+
+        # who issued it, and what it was given
         around = ranges[thread].around(launch) if thread in ranges else []
         unit = next((outer.unit for outer in around if outer.label not in _OF_NO_UNIT), "")
         evidence = [transfer.details, *_arguments(events, calls.get(thread), launch)]
+
         collective = Collective(_kind_by(evidence, transfer, events), unit, launch)
         collective.own = issued_by_consumer(around, unit)
         collective.issued = is_known
@@ -94,12 +97,12 @@ def _add_copies(events: Events, collectives: Sequence[Collective], ranges: Mappi
         if mark is None:
             continue
         start, end = int(events.start[row]), int(events.end[row])
-        if mark.label in CLOSES:
+        if mark.label in CLOSES:  # it unpacks what the last one before it has brought
             of_unit = by_kind_and_unit.get((CLOSES[mark.label], mark.unit), [])
             before = [collective for collective in of_unit if collective.end <= start]
             if before:
                 before[-1].add(Piece(start, end, "copy-out"))
-        else:
+        else:  # it packs for the next one
             of_unit = by_kind_and_unit.get((OPENS[mark.label], mark.unit), [])
             after = [collective for collective in of_unit if collective.start >= end]
             if after:
@@ -125,9 +128,10 @@ def with_link(launched: Sequence[Collective], ledger: Sequence[dict[str, Any]], 
         if queue and queue[0].issue <= end:
             collective = queue.popleft()
             end = max(end, collective.end)
-        else:
+        else:  # the trace does not show its kernel
             collective = Collective(row["kind"], row["unit"], start)
             unlaunched.append(collective)
+        # the link's transfer takes the place of the kernel and of all copies around it
         collective.pieces = []
         collective.transport = None
         collective.issue = min(collective.issue, start)

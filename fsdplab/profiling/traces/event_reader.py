@@ -60,6 +60,7 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
 
 
 def _check_one_process(events: Events) -> None:
+    """TraceError where several processes have marked steps: the trace is of several ranks."""
     threads = events.thread[events.rows(Kind.STEP)].tolist()
     processes = {str(events.threads[thread][0]) for thread in threads}
     if len(processes) > 1:
@@ -96,7 +97,7 @@ def _sign_of_device(events: Events) -> str:
     if isinstance(devices, list):
         names = [device.get("name") for device in devices if isinstance(device, dict)]
     launches = len(events.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0
-    if not launches:
+    if not launches:  # then a device that is named, or a job over NCCL, is a sign if nothing was sent by the host
         uses_nccl = "nccl" in str(events.distributed.get("backend") or "")
         on_host = any(transfer.carrier in (Kind.GLOO, Kind.SHM) for transfer in events.transfers)
         if on_host or not (uses_nccl or names):
@@ -154,6 +155,7 @@ class _Reader:
         self._shapes: dict[int, str] = {}
         self._once: dict[str, str] = {}  # each text of shapes is kept once
         self._modules: list[Range] = []
+
         # what is left out
         self._negative: list[str] = []  # the first event of a negative duration
         self._negatives = 0
@@ -173,7 +175,7 @@ class _Reader:
         event: dict[str, Any] = {}
         try:
             for event in trace:
-                if event.get("ph") != "X":
+                if event.get("ph") != "X":  # no event that lasts
                     if event.get("name") == "[memory]":
                         self._note_memory(event)
                     continue
@@ -185,6 +187,8 @@ class _Reader:
                     elif category not in PASSED_OVER:
                         self._pass_over(str(category), event)
                     continue
+
+                # its time
                 start = nanoseconds(event["ts"])
                 end = start + nanoseconds(event.get("dur") or 0)
                 if end < start:
@@ -195,6 +199,8 @@ class _Reader:
                     first = start
                 if end > last:
                     last = end
+
+                # what it counts as
                 key = event["name"], category
                 verdict = verdicts.get(key)
                 if verdict is None:
@@ -202,6 +208,8 @@ class _Reader:
                 kind, number = verdict
                 if kind is ignored:
                     continue
+
+                # its row, and what of its arguments is needed
                 thread_key = event["pid"], event["tid"]
                 thread = threads.get(thread_key)
                 if thread is None:

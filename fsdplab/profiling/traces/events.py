@@ -151,7 +151,10 @@ class Events:
 
     @cached_property
     def launched_by(self) -> np.ndarray:
-        """For each row the row of the host's call that launched it; -1 where the trace does not say."""
+        """For each row the row of the host's call that launched it; -1 where the trace does not say.
+
+        A kernel and its call have the same correlation number.
+        """
         launched_by = np.full(len(self.kind), -1)
         calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)
         calls = calls[self.correlation[calls] >= 0]

@@ -46,6 +46,7 @@ class Groups:
     """The process groups of one rank, from its trace's `distributedInfo`."""
 
     def __init__(self, distributed: Mapping[str, Any]) -> None:
+        """`pg_config` lists the groups that the rank is in, in traces of newer profilers."""
         self._world = _whole_number(distributed.get("world_size"))
         self._rank = _whole_number(distributed.get("rank"))
         self._by_name: dict[str, Group] = {}
@@ -80,6 +81,7 @@ class Groups:
         shapes = given.get("Input Dims")
         if name not in _WHOLE_AND_SHARD or not isinstance(shapes, list) or len(shapes) < 2:
             return UNKNOWN
+        # the operator is given the whole tensor and one rank's slice, in one order or the other
         shard, whole = sorted(_numel(dims) for dims in shapes[:2])
         if not shard or whole % shard:
             return UNKNOWN
@@ -140,6 +142,7 @@ class Groups:
 
 
 def _whole_number(value: Any) -> int | None:
+    """A value of a trace if it is a whole number, and no bool."""
     return value if type(value) is int else None
 
 
@@ -176,5 +179,5 @@ def of_axis(spec: Mapping[str, Any], rank: int, kind: str) -> Group:
         return Group("", ranks, members_text(range(ranks)))
     if kind == "all_reduce":
         return Group(_REPLICATE, ranks // shards, members_text(range(rank % shards, ranks, shards)))
-    first = rank // shards * shards
+    first = rank // shards * shards  # ranks that shard lie next to each other
     return Group(_SHARD, shards, members_text(range(first, first + shards)))

@@ -52,6 +52,7 @@ class Drafts:
         self._nests = nests(events.ranges)
         self._of_mark: dict[int, Collective] = {}  # by the identity of the engine's range
         self._has_gloo = any(transfer.carrier == Kind.GLOO for transfer in events.transfers)
+        # of each kind and unit the drafts that a later range closes, the oldest first
         to_close: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
         for mark in events.ranges:
             if mark.label in MARKED and mark.label != "link":
@@ -67,10 +68,11 @@ class Drafts:
             closes = "all_reduce"  # over shared memory a pair of ranges of one name
         kind = closes or OPENS[mark.label]
         queue = to_close[kind, mark.unit]
+
         if goes_on and not queue:
             return
         if goes_on:
-            draft = queue[0]
+            draft = queue[0]  # which stays: a range behind this one closes it
         elif closes and queue:
             draft = queue.popleft()
         else:
@@ -81,6 +83,7 @@ class Drafts:
         self._of_mark[id(mark)] = draft
 
     def _open(self, kind: str, unit: str, issue: int, mark: Range | None = None) -> Collective:
+        """Begin a draft that waits for its transport; `mark` is the range or the call that issued it."""
         draft = Collective(kind, unit, issue, mark=mark)
         draft.own = mark is not None and issued_by_consumer(self._around(mark), unit)
         self.collectives.append(draft)
@@ -114,10 +117,10 @@ class Drafts:
             if transfer.carrier != Kind.GLOO:
                 continue
             queue = issues[_family(transfer.kind)]
-            if queue and queue[0].start <= transfer.start:
+            if queue and queue[0].start <= transfer.start:  # gloo works in the order of issue
                 call = queue.popleft()
                 self._complete(self._owner(call), transfer, call)
-            else:
+            else:  # the trace does not show the call
                 draft = self._oldest_for(transfer)
                 draft.issued = draft.mark is not None
                 self._complete(draft, transfer)
@@ -178,9 +181,10 @@ class Drafts:
             draft = self._awaiting.newest(call.start, family, unit)
         if draft is None:
             return self._open(call.label, unit, call.start, call)
+        # a second transport, or one that fits the draft in no other way, is a collective of its own
         if draft.transport or _family(draft.kind) != family or draft.issue > call.start:
             return self._open(call.label, draft.unit, call.start, call)
-        if call.label != draft.kind:
+        if call.label != draft.kind:  # another kind of the family, such as the all_reduce of a reduce_scatter
             self._awaiting.remove(draft)
             draft.kind = call.label or draft.kind
             self._awaiting.add(draft)
@@ -218,10 +222,12 @@ class _Awaiting:
         self._lists: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
 
     def add(self, draft: Collective) -> None:
+        """Note a draft that lacks its transport."""
         for key in self._keys(draft):
             insort(self._lists[key], draft, key=_ISSUE)
 
     def remove(self, draft: Collective) -> None:
+        """Forget a draft that has its transport, or whose kind changes."""
         for key in self._keys(draft):
             self._lists[key].remove(draft)
 
@@ -243,7 +249,7 @@ class _Awaiting:
 
 
 def _family(kind: str) -> str:
-    """What operators and transports of one kind are called together: an `allgather` may be one of several operators."""
+    """The family of a kind, in which kinds may stand for each other: gloo carries a reduce_scatter by an all_reduce."""
     return collective_row(kind).family or kind
 
 

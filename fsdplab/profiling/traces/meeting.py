@@ -48,6 +48,8 @@ def matched(rows: Iterable[Any]) -> dict[Key, list[Any]]:
     for (_, group), of_group in by_step_and_group.items():
         meetings += _met(of_group, group, users)
     meetings.sort(key=lambda members: min(row["start_ns"] for row in members))
+
+    # number the meetings of one step, group, unit, phase and kind
     counts: Counter[tuple[Any, ...]] = Counter()
     by_key: dict[Key, list[Row]] = {}
     for members in meetings:
@@ -65,6 +67,7 @@ def _names(rows: Sequence[Row]) -> Callable[[Row], str]:
     """The identity of a row's group. PyTorch's own number of a group counts where its members agree about it: two
     groups may have the same members, but each rank may count its groups from 0.
     """
+    # group -> rank -> the numbers that the rank calls it by
     numbers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
         members, _, number = _members(row).partition(" #")
@@ -89,6 +92,7 @@ def _whole_group(members: str) -> str:
 
 
 def _members(row: Row) -> str:
+    """The identity of a row's group, as its rank knows it: `0,1 #7`; "" for none."""
     return str(row.get("members") or "")
 
 
@@ -106,7 +110,8 @@ def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iter
     if not group:
         yield from _met_by_name(rows)
         return
-    size = next((row["group_size"] for row in rows if row.get("group_size")), group.count(",") + 1)
+    listed = group.count(",") + 1  # the members that the identity lists
+    size = next((row["group_size"] for row in rows if row.get("group_size")), listed)
     is_shared = len(users.get(_members(rows[0]), ())) > size  # several groups go by this name
     others = []
     for row in rows:
@@ -117,9 +122,9 @@ def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iter
     in_order = sorted(others, key=lambda row: (row["rank"], *_issued(row)))
     by_rank = grouped(in_order, itemgetter("rank"))
     orders_of_kinds = {tuple(row["kind"] for row in of_rank) for of_rank in by_rank.values()}
-    if len(orders_of_kinds) == 1:
+    if len(orders_of_kinds) == 1:  # all ranks agree: the n-th call of each is the same collective
         yield from map(list, zip(*by_rank.values()))
-    else:
+    else:  # one trace lacks some
         for of_kind in grouped(others, itemgetter("kind")).values():
             yield from _met_by_count(of_kind, itemgetter("unit", "phase", "kind"))
 
@@ -139,7 +144,7 @@ def _issued(row: Row) -> tuple[int, int]:
 
 def _met_by_count(rows: Sequence[Row], closer: Callable[[Row], Any] | None = None) -> Iterator[list[Row]]:
     """The n-th of each rank, where all have equally many; else the same of those that are alike in more."""
-    by_rank = grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank"))
+    by_rank = grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank"))  # the lowest rank first
     in_order = [sorted(of_rank, key=_issued) for of_rank in by_rank.values()]
     if len({len(of_rank) for of_rank in in_order}) == 1:
         yield from map(list, zip(*in_order))

@@ -177,6 +177,7 @@ def _check_devices(analyses: Sequence[TraceAnalysis]) -> None:
 def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
     """TraceError for traces that share no instant on one clock: they are of two runs (or of two parts of one)."""
     spans = [_span(analysis) for analysis in analyses]
+    # the rank that begins last, beside the one that ends first
     latest = max(range(len(spans)), key=lambda index: spans[index][0])
     earliest = min(range(len(spans)), key=lambda index: spans[index][1])
     apart = spans[latest][0] - spans[earliest][1]
@@ -197,6 +198,7 @@ def _of_common_steps(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnaly
         raise _mixed(f"{other.path} holds the steps {own}, another rank's trace {_listed(usual)}")
     if all(of_rank == common for of_rank in steps.values()):
         return list(analyses), []
+
     kept = []
     for analysis in analyses:
         with_common = tuple(step for step in analysis.steps if step.step in common)
@@ -226,6 +228,7 @@ def _check_whole(analyses: Sequence[TraceAnalysis]) -> None:
 
 
 def _mixed(what: str, alike: str = ", taken at the same steps") -> TraceError:
+    """The error for traces of two runs."""
     return TraceError(f"two runs are mixed: {what}; give the traces of one run{alike}.")
 
 

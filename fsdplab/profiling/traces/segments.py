@@ -32,7 +32,7 @@ class Segments:
 
     def __init__(self, events: Events, steps: Sequence[Window]) -> None:
         self._unit_times, self._units = _unit_changes(events.ranges)
-        starts = [busy[:, 0] for busy in events.host_busy.values()]
+        starts = [busy[:, 0] for busy in events.host_busy.values()]  # of computing, on each thread
         self._backward = _backward(events, np.concatenate([EMPTY[:, 0], *starts]))
         optimizer = []
         for labelled in events.ranges:
@@ -70,7 +70,7 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
     entered: list[str] = []
     times: list[int] = []
     units = [""]
-    for time, enters, unit in sorted(marks):
+    for time, enters, unit in sorted(marks):  # at one instant a unit is left before the next one is entered
         if enters:
             entered.append(unit)
         elif unit in entered:
@@ -81,12 +81,17 @@ def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
 
 
 def _remove_last(entered: list[str], unit: str) -> None:
+    """Leave a unit that was entered last of all of its name; others may have been entered inside it."""
     place = len(entered) - 1 - entered[::-1].index(unit)
     del entered[place]
 
 
 def _backward(events: Events, compute_starts: np.ndarray) -> Intervals:
-    """Autograd's ranges, each up to the next computing or step's end: the host waits for reductions in between."""
+    """Autograd's ranges, each up to the next computing or step's end: the host waits for reductions in between.
+
+    Ranges from 100 to 200 and 260 to 300, with computing that starts at 250 and 400: backward lasts from 100 to 250,
+    and from 260 to 400.
+    """
     marked: list[tuple[int, int]] = []
     ends: list[int] = []
     for labelled in events.ranges:
@@ -98,6 +103,7 @@ def _backward(events: Events, compute_starts: np.ndarray) -> Intervals:
     if not len(pieces):
         return pieces
     ends += [window.end for window in events.steps]
+    # each range goes on to the first limit at or behind its end
     limits = np.sort(np.append(compute_starts, np.array(ends, dtype=np.int64)))
     following = np.searchsorted(limits, pieces[:, 1], side="left")
     last = max(events.last, int(pieces[-1, 1]))
@@ -112,7 +118,7 @@ def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
 
 
 def _after_backward(backward: Intervals, steps: Sequence[Window]) -> Intervals:
-    """From the end of each step's last backward to the end of the step."""
+    """From the end of each step's last backward to the end of the step; nothing for a step without a backward."""
     begins, ends = pairs([(step.start, step.end) for step in steps]).T
     ended = np.searchsorted(backward[:, 1], ends, side="right")
     last_end = np.append(_NEVER, backward[:, 1])[ended]

@@ -63,7 +63,7 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     of one run.
     """
     on_one_clock = _on_one_clock(analyses)
-    # a GPU's host runs ahead
+    # a GPU's host runs ahead, so there a rank comes when its kernel starts
     came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"
     last_came: dict[int, int] = {}  # by the identity of a row: when the last rank came to its collective
     for members in matched(_collectives(on_one_clock)).values():
@@ -127,7 +127,10 @@ def shifted(analysis: TraceAnalysis, clock: Clock) -> TraceAnalysis:
     ahead = clock.ahead_ns
 
     def earlier(row: Row) -> Row:
-        times: Row = {name: row[name] - ahead for name in ("issue_ns", "start_ns", "end_ns") if name in row}
+        times: Row = {}
+        for name in ("issue_ns", "start_ns", "end_ns"):
+            if name in row:
+                times[name] = row[name] - ahead
         if "on_link" in row:
             times["on_link"] = [[start - ahead, end - ahead] for start, end in row["on_link"]]
         return row | times
@@ -147,7 +150,7 @@ def _explained(step: StepAnalysis, last_came: dict[int, int], came: str) -> Step
     cause: dict[tuple, str] = {}
     waited_ns: dict[tuple, int] = defaultdict(int)
     by_exposed_time = sorted(zip(collectives, step.collectives), key=lambda rows: rows[0]["exposed_ns"])
-    for row, before in by_exposed_time:  # the most exposed one comes last and gives the cause
+    for row, before in by_exposed_time:  # the most exposed one comes last and gives the cause of its label
         label = _label(row)
         cause[label] = row["cause"]
         waited_ns[label] += row["waiting_ns"] - before["waiting_ns"]
@@ -163,6 +166,8 @@ def _explained(step: StepAnalysis, last_came: dict[int, int], came: str) -> Step
 def _with_peer(row: Row, last: int, came: str) -> Row:
     """The row where the last rank came at `last`: what a transport spent before then is waiting (an emulated link
     begins then), and its cause is a peer if that rank came later by at least half of what was exposed.
+
+    On the link from 100 to 400, and the last rank came at 250: 150 ns of waiting, 150 on the link.
     """
     waited_ns = 0
     if not row["emulated"]:
@@ -175,8 +180,11 @@ def _with_peer(row: Row, last: int, came: str) -> Row:
 
 def _waiting(row: Row, waited_ns: int) -> Row:
     """The row with so many ns of its time on the link as waiting for a peer."""
-    return row | {"on_link_ns": row["on_link_ns"] - waited_ns, "waiting_ns": row["waiting_ns"] + waited_ns}
+    on_link_ns = row["on_link_ns"] - waited_ns
+    waiting_ns = row["waiting_ns"] + waited_ns
+    return row | {"on_link_ns": on_link_ns, "waiting_ns": waiting_ns}
 
 
 def _label(row: Row) -> tuple[str, str, str]:
+    """What a row of `exposed` sums up: all collectives of a unit, phase and kind."""
     return row["unit"], row["phase"], row["kind"]

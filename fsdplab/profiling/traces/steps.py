@@ -129,6 +129,7 @@ class _Launched:
             self.collectives[index if collective.issued else -1].append(collective)
 
     def kernels(self, index: int) -> np.ndarray:
+        """The kernels that a range launched, as rows of the events."""
         return self._kernels[self._kernel_steps == index]
 
     def work(self, index: int) -> Intervals:
@@ -137,7 +138,9 @@ class _Launched:
         return union(self.work_without_copies(index), self._events.spans_of(copies))
 
     def work_without_copies(self, index: int) -> Intervals:
-        return union(self._events.spans_of(self.kernels(index)), pieces_of(self.collectives[index]))
+        """When the device computed or communicated for a range."""
+        kernels = self._events.spans_of(self.kernels(index))
+        return union(kernels, pieces_of(self.collectives[index]))
 
 
 def _by_launch(
@@ -158,6 +161,7 @@ def _by_launch(
             earlier = of_none[of_none[:, 0] < own[0, 0]]
     busy_until = int(earlier[-1, 1]) if len(earlier) else ranges[0].start
 
+    # What the device was still doing is cut like a step before the first one, and then forgotten.
     to_cut = [earlier] if len(earlier) else []
     to_cut += [work[index] for index in working]
     bounds = device_windows(to_cut)[len(to_cut) - len(working) :]
@@ -169,6 +173,7 @@ def _by_launch(
         of_step = launched.collectives[index]
         steps.append(Step(window, computing, of_step, [True] * len(of_step), kernels))
 
+    # of no step: what no range launched, and what of a step's work lies beyond its cuts
     beyond = [subtract(of_step, [on_device.get(index, (0, 0))]) for index, of_step in enumerate(work)]
     empty = tuple(window.number for index, window in enumerate(ranges) if index not in on_device)
     return steps, NoStep(size(union(of_none, *beyond)), size(union(of_none, *work)), empty)
@@ -204,6 +209,7 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
         begun, until = bounds[index - 1]
         start, end = bounds[index]
         if start < until:
+            # the cut lies where both work, or at the earlier one's begin where that lies later
             first, last = max(begun, start), max(begun, min(until, end))
             cut = _cut(own[index - 1], own[index], first, last)
             bounds[index - 1] = begun, cut
@@ -220,8 +226,9 @@ def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[Window], bu
     """
     begins = []
     for index, (_, begin, _) in enumerate(steps):
-        first, last = device.get(index, (max(begin, busy_until), busy_until))
-        begins.append(min(first, max(begin, busy_until)))
+        reached = max(begin, busy_until)  # when the device had come to the step's range
+        first, last = device.get(index, (reached, busy_until))
+        begins.append(min(first, reached))
         busy_until = last
     windows = []
     for index, (_, last) in device.items():
@@ -236,6 +243,7 @@ def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
     """The instant from `first` to `last` with the least work of `earlier` after it and of `later` before it."""
     edges = np.concatenate([earlier.ravel(), later.ravel(), [first, last]])
     edges = np.unique(edges[(edges >= first) & (edges <= last)])
+    # the least lies at an edge: between two edges the sum rises or falls all the way
     outside = size(earlier) - before(earlier, edges) + before(later, edges)
     return int(edges[int(np.argmin(outside))])
 
