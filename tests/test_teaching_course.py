@@ -293,6 +293,19 @@ def test_cells_are_short_and_say_what_is_taught(path):
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
+def test_cells_show_the_labs_own_interface(path):
+    """A median of three to six lines; in 20 the code is the learner's file, and most cells check a stage of it."""
+    cells = course.edition_of(read(path), "learner").cells
+    lengths = [
+        sum(bool(line.strip()) and not line.strip().startswith("#") for line in cell.source.splitlines())
+        for cell in cells
+        if cell.cell_type == "code"
+    ]
+    least = 1 if path.name.startswith("20") else 3
+    assert least <= statistics.median(lengths) <= 6
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
 def test_no_line_of_code_is_cut_on_a_small_screen(path):
     """How many columns fit is measured in tests/test_code_width_browser.py."""
     cells = [*read(path).cells, *course.edition_of(read(path), "learner").cells]
