@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +54,57 @@ def test_the_code_shards_and_trains(alone: None, strategy: str, optimizer: str) 
         trained.zero_grad()
 
 
+RUNS = [
+    *(
+        RunSpec(model="gpt-tiny", strategy=name, shard_size=1 if name == "hybrid_shard" else None)
+        for name in STRATEGIES
+    ),
+    *(RunSpec(model="gpt-tiny", units=units, prefetch=2) for units in ("linear", "model")),
+    RunSpec(model="llama-20m", precision="bf16", checkpoint="full"),
+    RunSpec(model="gpt-tiny", optimizer="muon"),
+    RunSpec(model="gpt-tiny", offload="cpu"),
+]
+
+
+def copied_and_trained(text: str) -> float:
+    """Run what was copied on this rank, as torchrun would, and take a step; return the norm of the gradients."""
+    names: dict = {}
+    exec(compile(text, "copied", "exec"), names)
+    module, optimizer = names["model"], names["optimizer"]
+    tokens = torch.arange(16).view(1, 16) % 7
+    out = module(tokens)
+    getattr(out, "logits", out).float().square().mean().backward()
+    norm = sum(float(value.grad.norm()) for value in module.parameters() if value.grad is not None)
+    optimizer.step()
+    return norm
+
+
+def test_what_is_copied_of_a_run_runs_as_it_is(ranks) -> None:
+    texts = [copies(replace(run, world_size=2, device="cpu"))["PyTorch"] for run in RUNS]
+    for text in texts:
+        assert all(norm > 0 for norm in ranks(2, copied_and_trained, text)), text
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-20m"])
+def test_what_is_copied_of_a_plan_runs_as_it_is(alone: None, name: str) -> None:
+    pytest.importorskip("transformers")
+    plan = PlanSpec(model=model(name), gpu=find_gpu("4090"), gpus=2, seq=64, param_dtype="fp32")
+    what = replace(of_plan(plan), ranks=1, device="cpu", optimizer="adamw")
+    assert copied_and_trained(pytorch(what)) > 0
+
+
+def test_torchrun_runs_a_copied_file(tmp_path: Path) -> None:
+    file = tmp_path / "this_file.py"
+    file.write_text(copies(RunSpec(model="gpt-tiny", device="cpu"))["PyTorch"] + "\nprint(type(model).__name__)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0 and ended.stdout.count("FSDPGPT") == 2, ended.stderr[-2000:]
+    assert "# torchrun --nproc-per-node 2 this_file.py\n" in file.read_text()
+
+
 def test_a_plan_with_offload_is_copied_with_its_policy(alone: None) -> None:
     plan = PlanSpec(model=model("llama-3.1-8b"), gpu=find_gpu("4090"), gpus=8, offload=True)
-    what = replace(of_plan(plan), ranks=1, units=("Block",), device="cpu", optimizer="adamw")
+    what = replace(of_plan(plan), ranks=1, units=("Block",), device="cpu", optimizer="adamw", program=())
     assert "  fsdp_offload_params: true" in accelerate_yaml(what).splitlines()
     code, without = pytorch(what), replace(what, offload=False)
     assert code.count("offload_policy=CPUOffloadPolicy(pin_memory=False)") == 2

@@ -18,6 +18,7 @@ from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb18_claims import lesson
 from fsdplab.teaching.lessons.nb18_claims.claims import CLAIMS, CONDITIONAL, CONFIRMED, REFUTED, claim_of
 from tests.claims import measuring
+from tests.lesson_cells import run_cell
 from tests.solutions import function_of
 
 # statement -> verdict, and figures of its sentence
@@ -145,8 +146,9 @@ def test_the_figures_say_what_they_show() -> None:
 
 
 def test_tables_name_figures_and_notebooks() -> None:
+    judged = run_cell("18", "memory")["judged"]
     for subject in ("memory", "traffic", "speed", "practice"):
-        for row in judging.judged(subject).rows:
+        for row in judged(subject).rows:
             assert row[2] in (CONFIRMED, CONDITIONAL, REFUTED) and row[-1].isdigit() and row[4]
 
 

@@ -86,9 +86,10 @@ def test_progress_of_a_class(tmp_path, monkeypatch, capsys):
         bob.note_failure("05.shard")
     assert main(["progress", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["learner", "00", "05"]
-    assert re.match(r"ada\s+1/1\s+0/5\s+1 of 2 near", lines[1]) and re.search(r"bob.*05\.shard \(4\)", lines[2])
-    assert re.match(r"all done\s+1\s+0\s+of 2", lines[3])
+    assert lines[0].split()[:4] == ["learner", "00", "01", "05"], "a prediction begins a notebook"
+    assert re.match(r"ada\s+1/1\s+0/1\s+0/5\s+2 made, 1 of 2 near", lines[1])
+    assert re.search(r"bob.*none\s+05\.shard \(4\)", lines[2])
+    assert re.match(r"all done\s+1\s+0\s+0\s+of 2", lines[3])
     ada.save("00.hello_ranks", passed + "# changed\n")
     (first, *_) = [progress.learner(*each, {"00": ["00.hello_ranks"]}) for each in progress.workspaces_in([tmp_path])]
     assert first.passed == {"00": 0}, "what was changed has to be checked again"
@@ -109,8 +110,9 @@ def test_a_learner_without_progress_is_listed_as_not_begun(tmp_path, capsys):
     Workspace(tmp_path / "cleo" / "my_fsdp").path.mkdir(parents=True)
     assert main(["progress", *(str(tmp_path / name) for name in ("ada", "bob", "cleo", "dora"))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"ada\s+1 of 1 near", lines[1]), "predictions count"
-    assert [line.split() for line in lines[2:4]] == [["bob", "not", "begun"], ["cleo", "not", "begun"]]
+    assert lines[0].split()[:3] == ["learner", "00", "predictions"], "a prediction begins a notebook"
+    assert re.match(r"ada\s+0/1\s+1 made, 1 of 1 near", lines[1]), "predictions count"
+    assert [line.split() for line in lines[2:4]] == [["bob", "0/1", "not", "begun"], ["cleo", "0/1", "not", "begun"]]
     assert "not begun" not in lines[4] and lines[-1].endswith("of 4"), "one failed check is a beginning"
 
 
@@ -131,6 +133,7 @@ def test_handouts_hold_questions_pictures_and_tasks_and_no_solution(tmp_path, ca
         and page.count("<img src='data:image/svg+xml") >= 17
     )
     assert "05.unshard" in page and "Write unshard(" in page
+    assert not re.search(r"Shift|Enter\b|\bclick", page), "paper has no keys"
     assert "<script" not in page
     for exercise in ("05.unshard", "03.average_in_hook", "10.crossover"):
         lines = [line.strip() for line in registry.find(exercise).reference.splitlines() if len(line.strip()) > 45]

@@ -436,7 +436,7 @@ def test_page_and_lab_show_one_table(runs):
     for found, columns in ((page, wide), (lab, narrow)):
         assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", found)[: len(columns)] == columns
         held = re.findall(r"<td(?: [^>]*)?>(.*?)</td>", found)[: len(columns)]
-        assert held == list(cells(view(runs[0]), columns))
+        assert [text.replace("\u00a0", " ") for text in held] == list(cells(view(runs[0]), columns))
     assert lab.count("color:var(--fsdplab-bad, #c01f25)") == page.count('class="bad') == 2
 
 
@@ -638,50 +638,3 @@ def widest(tmp_path: Path) -> list[RunRecord]:
         )
         made.append(run)
     return made
-
-
-# Colour vision: linear RGB as people without one kind of cone see it (Machado, Oliveira and Fernandes 2009, severity
-# 1).
-EYES = {
-    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
-}
-
-
-def linear(colour: str) -> list[float]:
-    shares = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
-    return [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-
-
-def seen(colour: str, eye) -> tuple[float, float, float]:
-    """CIE Lab of a colour as an eye sees it."""
-    r, g, b = (min(1, max(0, sum(a * c for a, c in zip(row, linear(colour))))) for row in eye)
-    xyz = (
-        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
-        0.2126 * r + 0.7152 * g + 0.0722 * b,
-        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
-    )
-    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-def nearest(palette: dict[str, str], eye) -> float:
-    return min(
-        sum((p - q) ** 2 for p, q in zip(seen(a, eye), seen(b, eye))) ** 0.5
-        for a, b in itertools.combinations(palette.values(), 2)
-    )
-
-
-@pytest.mark.parametrize("eye", EYES.values(), ids=EYES)
-def test_colours_are_told_apart_by_every_eye(eye):
-    assert nearest(style.CATEGORY_COLOURS, eye) > 18
-    assert nearest(style.STRATEGY_COLOURS, eye) > 12
-    assert nearest(style.LANE_COLOURS, eye) > 12
-    assert nearest(style.STEP_COLOURS, eye) > 18
-    assert nearest(style.PHASE_COLOURS, eye) > 18
-
-
-def test_the_colour_test_sees_a_bad_palette():
-    assert nearest({"a": "#c05050", "b": "#808040"}, EYES["deuteranopia"]) < 12

@@ -161,16 +161,16 @@ def test_the_cards_line_crosses_no_name(choice: dict[str, str]) -> None:
 @pytest.mark.quick
 def test_red_marks_are_as_long_as_what_is_exposed() -> None:
     from fsdplab.figures.live.controls import spec_of
-    from fsdplab.figures.live.drawings import _lane_of, step_drawing
+    from fsdplab.figures.live.drawings import step_drawing
+    from fsdplab.figures.style import LANE_COLOURS
 
     choice = {"model": "llama-3.1-70b", "gpus": "64", "network": "eth100", "checkpointing": "full"}
     record = simulate(spec_of(choice))
     rows = [row for row in record.table("timeline") if row["rank"] == 0]
     exposed = sum(row["end_ns"] - row["start_ns"] for row in rows if row["lane"] == "exposed") / 1e9
     assert exposed == pytest.approx(record.summary.comm.exposed_s, rel=1e-6) and exposed > 0.01
-    red = _lane_of({"lane": "exposed", "phase": "", "name": ""})[1]
     drawing = ET.fromstring(step_drawing(rows, 900))
-    (marks,) = [part.get("d", "") for part in drawing.iter("path") if part.get("fill") == red]
+    (marks,) = [part.get("d", "") for part in drawing.iter("path") if part.get("fill") == LANE_COLOURS["exposed"]]
     drawn = sum(float(mark.split("h")[1].split("v")[0]) for mark in marks.split("M")[1:])
     assert drawn == pytest.approx((900 - 106) * exposed / record.summary.step_time_s.median, rel=0.05, abs=1)
 

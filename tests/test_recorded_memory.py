@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -119,6 +121,23 @@ def test_what_is_kept_is_a_recording(name):
     """`python -m fsdplab.sessions.preset_recordings` writes the file anew."""
     fresh = record_preset(*name.split())
     assert fresh == json.loads(RECORDED.read_text(encoding="utf-8"))[name]
+
+
+@pytest.mark.quick
+def test_the_peak_of_a_preset_is_predicted_without_torch():
+    program = """if True:
+        import sys
+        sys.modules["torch"] = sys.modules["numpy"] = None
+        from fsdplab.planning.lab_memory import LabRun, memory_of_step
+        from fsdplab.workloads.shapes import PRESETS
+        choices = dict(strategy="zero2", shards=2, replicas=1, checkpoint="full")
+        print(sum(memory_of_step(LabRun(shape=PRESETS["llama-20m"], batch=3, sequence=250, **choices)).values()))
+    """
+    peak = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    spec = RunSpec(
+        model="llama-20m", device="cpu", strategy="zero2", checkpoint="full", batch_size=3, sequence_length=250
+    )
+    assert predict(spec).peak_bytes == int(peak)
 
 
 @pytest.mark.quick

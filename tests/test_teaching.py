@@ -43,6 +43,7 @@ from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
 from fsdplab.teaching.core.workspace import Workspace, WorkspaceError, checked_id, load_function
 from fsdplab.teaching.lessons.nb01_collectives.lesson import Timing
+from tests.lesson_cells import run_cell
 from tests.solutions import must_name_each_slip
 
 
@@ -563,6 +564,25 @@ def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path, cell):
         InteractiveShell.clear_instance()
 
 
+def test_an_empty_field_on_a_page_stops_the_next_cell_once(course, capsys):
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns["predict"] = teaching.predict
+        shell.run_cell('peak = predict("00.peak", unit="MB"); other = predict("00.other", unit="MB")').raise_error()
+        peak, other = shell.user_ns["peak"], shell.user_ns["other"]
+        peak.is_on_page = other.is_on_page = lambda: True
+        other.set(3)
+        stopped = shell.run_cell("ran = True\npeak.score(100); other.score(3)", store_history=False)
+        assert "ran" not in shell.user_ns and not peak.locked and not other.locked
+        assert str(stopped.error_before_exec).startswith("The field is still empty: 00.peak. Write your number")
+        assert "Traceback" not in capsys.readouterr().out
+        shell.run_cell("print(peak.value)").raise_error()
+        shell.run_cell("ran = True\npeak.score(100); other.score(3)").raise_error()
+        assert peak.locked and other.locked and "No prediction, measured 100 MB" in capsys.readouterr().out
+    finally:
+        InteractiveShell.clear_instance()
+
+
 def test_predict_runs_with_nobody_there(course, capsys):
     predicted = teaching.predict("00.peak", unit="MB", measured="0.1 GB")
     said = capsys.readouterr().out
@@ -673,8 +693,17 @@ def test_bytes_and_bandwidths():
     timing = Timing("all_reduce", 64_000_000, 4, 0.080)
     assert (timing.algbw, timing.busbw) == pytest.approx((0.8e9, 1.2e9))
     bandwidth = collectives.Bandwidth((timing, Timing("all_gather", 64_000_000, 4, 0.050)))
-    assert "all_reduce took 1.6 times as long as all_gather; all_gather has the lowest busbw" in str(bandwidth)
-    assert "1.20" in str(bandwidth) and bandwidth.at("all_gather", 64_000_000).busbw == pytest.approx(0.96e9)
+    assert bandwidth.at("all_gather", 64_000_000).busbw == pytest.approx(0.96e9)
+    assert Timing("gloo's reduce_scatter", 64_000_000, 4, 0.080).busbw == pytest.approx(0.6e9), "a reduce_scatter's"
+    recorded = collectives.recorded_bandwidth()
+    assert {timing.nbytes for timing in recorded.timings} == set(collectives.SIZES)
+    here = SimpleNamespace(recorded_bandwidth=lambda: recorded, measure_bandwidth=lambda world_size: recorded)
+    score = SimpleNamespace(score=lambda ratio, origin: None)
+    rows = {row[0]: row[1:] for row in run_cell("01", "measure", longer=score, collectives=here)["_"].rows}
+    assert rows["all_reduce"][1] == rows["all_reduce"][2], "on two ranks busbw of an all-reduce is algbw"
+    assert all(row[:3] == row[3:] for row in rows.values())
+    lowest = min(rows, key=lambda kind: float(rows[kind][2]))
+    assert lowest == "gloo's reduce_scatter", "as the text says of an idle machine"
     with pytest.raises(LookupError, match="was not measured"):
         bandwidth.at("all_gather", 1)
     assert "GB/s" in display.alt_text(collectives.bandwidth_figure(bandwidth))

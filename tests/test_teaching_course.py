@@ -21,6 +21,7 @@ from fsdplab.teaching.core.registry import find
 from tests import learner_edition
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+COLUMNS = 104  # of a code cell in a window of 1,280 px, the list of files open
 START = new_code_cell('from fsdplab import teaching\nteaching.start(edition="teacher")')
 HELLO = find("00.hello_ranks")
 
@@ -289,6 +290,19 @@ def test_cells_are_short_and_say_what_is_taught(path):
     assert statistics.median(lengths) <= 5 and lengths[int(0.9 * len(lengths)) - 1] <= 12 and lengths[-1] <= 25
     assert max(len(line) for lines in written for line in lines) <= 110
     assert any("What was real here" in cell.source for cell in notebook.cells)
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), ids=lambda path: path.name)
+def test_no_line_of_code_is_cut_on_a_small_screen(path):
+    """How many columns fit is measured in tests/test_code_width_browser.py."""
+    cells = [*read(path).cells, *course.edition_of(read(path), "learner").cells]
+    lines = [
+        line
+        for cell in cells
+        if cell.cell_type == "code" and "solution" not in course.tags_of(cell)
+        for line in cell.source.splitlines()
+    ]
+    assert [line for line in lines if len(line) > COLUMNS] == []
 
 
 @pytest.mark.timeout(300)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -10,6 +12,7 @@ from fsdplab.sessions import Failure
 from fsdplab.teaching import collectives
 from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
+from tests.lesson_cells import source_of
 from tests.solutions import Mistake, mistakes_of, try_ended
 
 RING = registry.find("01.ring_all_gather")
@@ -158,7 +161,14 @@ def test_the_lesson_on_collectives_measures_what_it_says(course):
 def test_the_lesson_on_composition(course):
     rows = {row[0]: row[1:] for row in collectives.watch(world_size=2, block=1).rows}
     assert rows == {"rank 0": ("1 2", "11", "11 22", "11 22"), "rank 1": ("10 20", "22", "11 22", "11 22")}
-    assert [row[2] for row in collectives.compose(world_size=2, elements=10_001).rows] == ["0", "0"]
+    printed = cell_runs.run_cell_on_ranks(source_of("01", "compose").partition("\n")[2], 2)
+    assert all(text.startswith("0 of 1,000,002 floats differ") for text in printed)
+
+
+def test_without_a_message_ranks_go_apart(course):
+    """Adam's first step moves a weight by about the learning rate, up on one rank and down on the other."""
+    printed = cell_runs.run_cell_on_ranks(source_of("03", "run-drift").partition("\n")[2], 2)
+    assert [re.findall(r"step 0: .* apart by (\S+)", text) for text in printed] == [["0.0060"], ["0.0060"]]
 
 
 def test_the_ring_is_counted(course, capsys):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import seconds
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, EDGE, ink_on, mark_level, plot_width, words_width
@@ -211,7 +212,7 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
     if len(marks) <= limit:
         return marks, ""
     ordered = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
-    lanes = [list(of_lane) for _, of_lane in groupby(ordered, lambda mark: (mark.y, mark.group))]
+    lanes = list(grouped(ordered, lambda mark: (mark.y, mark.group)).values())
     window = _window(lanes, limit)
     drawn = [_joined(run) for of_lane in lanes for run in _runs(of_lane, window)]
     near = f"neighbours within {seconds(window / 1e3)} are one"
@@ -220,7 +221,7 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
 
 def _window(lanes: list[list[Mark]], limit: int) -> float:
     """Return the smallest window in ms, to the millionth of the span, whose runs of marks are at most `limit`."""
-    every_mark = [mark for of_lane in lanes for mark in of_lane]
+    every_mark = list(chain(*lanes))
     low = 0.0
     high = max(mark.end for mark in every_mark) - min(mark.start for mark in every_mark)
     for _ in range(20):
@@ -258,9 +259,7 @@ def mark_lanes(
     marks: list[Mark], colours: dict[str, str], height: dict[str, float], span: float, yaxis: str = "y"
 ) -> list[go.Bar]:
     """Draw one trace a group, in the order of `colours`; `height` is in lanes, `span` the clock's length in ms."""
-    by_group: dict[str, list[Mark]] = {}
-    for mark in marks:
-        by_group.setdefault(mark.group, []).append(mark)
+    by_group = grouped(marks, lambda mark: mark.group)
     pixels = plot_width(["rank 0  reduce-scatter"]) / span
     bars = []
     for group, colour in colours.items():

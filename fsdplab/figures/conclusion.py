@@ -92,11 +92,15 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
         # rounded up, so that it holds
         return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
     excess = known(run.step_median) - _steady(run)
-    which = f"{run.label}, which differs most," if len(both) > 1 else run.label
+    which = run.label
+    if len(both) > 1:
+        which += ", which differs most,"
     direction = "longer" if off > 0 else "shorter"
-    step = f"The measured step of {which} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
+    words = f"The measured step of {which} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
     parts = _parts_in_words(run, excess)
-    return f"{step}: {parts}." if parts else f"{step}."
+    if parts:
+        words += f": {parts}"
+    return f"{words}."
 
 
 def _parts_in_words(run: RunView, excess: float) -> str:
@@ -159,20 +163,25 @@ def _ratio(run: RunView) -> float:
 
 def _baseline(runs: Sequence[RunView]) -> RunView | None:
     """Return the lab's unsharded run, else another engine's, else the first run."""
-    candidates = [run for run in runs if run.engine != "twin"]
+    candidates = _compared(runs)
     unsharded = [run for run in candidates if run.strategy in UNSHARDED]
     return min(unsharded or candidates[:1], key=_is_of_others, default=None)
 
 
 def most_sharded(runs: Sequence[RunView]) -> RunView | None:
     """Return the first run of full sharding, of the lab's own engine if there is one; else the one of least memory."""
-    candidates = [run for run in runs if run.engine != "twin"]
+    candidates = _compared(runs)
     full = [run for run in candidates if run.strategy in _RESHARDING]
     if full:
         return min(full, key=_is_of_others)
     base = _baseline(runs)
     others = [run for run in candidates if run is not base]
     return min(others, key=lambda run: run.peak or float("inf"), default=base)
+
+
+def _compared(runs: Sequence[RunView]) -> list[RunView]:
+    """Return the runs without the twin, which only replays what the others do."""
+    return [run for run in runs if run.engine != "twin"]
 
 
 def _is_of_others(run: RunView) -> bool:

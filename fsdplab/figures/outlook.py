@@ -67,7 +67,7 @@ class OutlookTable:
 
 
 def predicted(spec: RunSpec) -> tuple[Prediction, str]:
-    """The prediction of a run with this machine's calibration, if there is one, and the remark on its step time.
+    """Return the prediction of a run with this machine's calibration, if there is one, and the remark on its step time.
 
     Kept, so that a control that moves back shows it at once; a new calibration is used from then on.
     """
@@ -85,22 +85,29 @@ def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
 
 
 def outlook_of(specs: Iterable[RunSpec]) -> tuple[Outlook, ...]:
-    """What each run will take; not for the twin."""
+    """Return what each run will take; not for the twin."""
     return tuple(Outlook(spec, *predicted(spec)) for spec in specs if spec.engine != "twin")
 
 
 def in_words(prediction: Prediction) -> str:
-    """`predicted 199 MB, sends 129 MB, step 425 ms`, or why the memory is not predicted."""
-    peak = f"predicted {size(prediction.peak_bytes)}" if prediction.peak_bytes else f"no peak: {prediction.why_not}"
-    step = "" if prediction.step_time_s is None else f", step {seconds(prediction.step_time_s)}"
-    return f"{peak}, sends {size(prediction.bytes_per_step)}{step}"
+    """Return `predicted 199 MB, sends 129 MB, step 425 ms`, or why the memory is not predicted."""
+    words = f"predicted {size(prediction.peak_bytes)}" if prediction.peak_bytes else f"no peak: {prediction.why_not}"
+    words += f", sends {size(prediction.bytes_per_step)}"
+    if prediction.step_time_s is not None:
+        words += f", step {seconds(prediction.step_time_s)}"
+    return words
 
 
 def outlook_html(rows: Sequence[Outlook]) -> str:
-    """A bar a run over one scale, with the card as a line; what does not fit is red."""
+    """Draw a bar a run over one scale, with the card as a line; what does not fit is red."""
     if not rows:
         return ""
-    lengths = [sum(row.split.values()) for row in rows] + [row.spec.card or 0 for row in rows]
-    legend = [each for each in CATEGORY_ROWS.values() if any(row.split.get(each.name) for row in rows)]
+    longest = 1  # bytes of the longest bar, or of the card's line where that is farther right
+    for row in rows:
+        longest = max(longest, sum(row.split.values()), row.spec.card or 0)
+    legend = []
+    for category in CATEGORY_ROWS.values():
+        if any(row.split.get(category.name) for row in rows):
+            legend.append(category)
     remark = next((row.remark for row in rows if row.split), rows[0].remark)
-    return str(rendered("outlook.html", rows=rows, scale=1.08 * max(1, *lengths), legend=legend, remark=remark))
+    return str(rendered("outlook.html", rows=rows, scale=1.08 * longest, legend=legend, remark=remark))

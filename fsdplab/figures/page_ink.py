@@ -41,8 +41,10 @@ def following(figure: Mapping[str, Any]) -> Part:
     for note in layout.get("annotations", ()):
         if "bgcolor" not in note:
             _ink(note, "text")
-    frames = made.get("frames") or ()
-    for trace in [*made.get("data", ()), *(trace for frame in frames for trace in frame.get("data", ()))]:
+    traces = list(made.get("data", ()))
+    for frame in made.get("frames") or ():  # of a figure that moves
+        traces += frame.get("data", ())
+    for trace in traces:
         _ink_trace(trace)
     return made
 
@@ -54,7 +56,7 @@ def in_ink(words: str, colour: str | None = None) -> str:
 
 
 def _copied(part: Any) -> Any:
-    """A copy whose dictionaries and lists can be changed; arrays are shared, as nothing here changes them."""
+    """Return a copy whose dictionaries and lists can be changed; arrays are shared, as nothing here changes them."""
     if isinstance(part, Mapping):
         return {name: _copied(value) for name, value in part.items()}
     if isinstance(part, (list, tuple)):
@@ -63,7 +65,7 @@ def _copied(part: Any) -> Any:
 
 
 def _titles(layout: Part) -> Iterator[Part]:
-    """What has a title's text: the figure, its axes, and the scale of its colours."""
+    """Yield what has a title's text: the figure, its axes, and the scale of its colours."""
     title = layout.get("title") or {}
     yield title
     yield title.get("subtitle") or {}
@@ -85,7 +87,10 @@ def _ink(holder: Part, name: str) -> None:
 
 
 def _ink_ticks(axis: Part) -> None:
-    """The words or numbers along an axis or a scale of colours; plotly puts its numbers between prefix and suffix."""
+    """Put the words or numbers along an axis or a scale of colours into ink.
+
+    plotly puts its numbers between prefix and suffix.
+    """
     words = axis.get("ticktext")
     if words is not None:
         axis["ticktext"] = [in_ink(str(word)) for word in words]
@@ -95,7 +100,7 @@ def _ink_ticks(axis: Part) -> None:
 
 
 def _ink_trace(trace: Part) -> None:
-    """The name in the legend, numbers at the ends of bars, and the scale of colours."""
+    """Put the name in the legend, numbers at the ends of bars, and the scale of colours into ink."""
     _ink(trace, "name")
     words = trace.get("text")
     if trace.get("textposition") in _OUTSIDE and isinstance(words, list):

@@ -60,6 +60,17 @@ def _remedy(record: RunRecord, table: str) -> str:
     return _REMEDIES.get(table, "run it again with --profile 2 (RunSpec(profile=2))")
 
 
+def where(rows: Iterable[Row], **values: Any) -> list[Row]:
+    """Return the rows that have these values: `where(rows, rank=0, lane="compute")`."""
+    wanted = values.items()
+    return [row for row in rows if wanted <= row.items()]
+
+
+def distinct(rows: Iterable[Row], column: str) -> set[Any]:
+    """Return the values of a column: `distinct(rows, "rank") == {0, 1}`."""
+    return {row[column] for row in rows}
+
+
 def named_rows(record: RunRecord, table: str) -> list[Row]:
     """Return the rows of a table, with the root under its name: the ledger writes `root`, traces leave it empty."""
     name = unnamed(record)
@@ -92,7 +103,7 @@ def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
 
 def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
     """Return the rows of profiled steps; those of the memory step, which is slow, only if there are no others."""
-    slowed = {row["step"] for row in record.table("memory")}
+    slowed = distinct(record.table("memory"), "step")
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
 
@@ -104,9 +115,9 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
     rows = rows_of(record, "timeline")
     if step is None:
         step = _median_step(profiled(rows, record))
-    of_step = [row for row in rows if row["step"] == step]
+    of_step = where(rows, step=step)
     if not of_step:
-        steps = sorted({row["step"] for row in rows})
+        steps = sorted(distinct(rows, "step"))
         raise ValueError(
             f"{label(record)} has no timeline of step {step}; expected one of {steps}; run with --profile for more"
         )
@@ -116,12 +127,11 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
 def _median_step(rows: Sequence[Row]) -> int:
     """Return the step whose length, which is its slowest rank's, is the median; the last one where no row has it."""
     lengths: dict[int, int] = {}
-    for row in rows:
-        if row["lane"] == "step":
-            length = row["end_ns"] - row["start_ns"]
-            lengths[row["step"]] = max(lengths.get(row["step"], length), length)
+    for row in where(rows, lane="step"):
+        length = row["end_ns"] - row["start_ns"]
+        lengths[row["step"]] = max(lengths.get(row["step"], length), length)
     if not lengths:
-        return max(row["step"] for row in rows)
+        return max(distinct(rows, "step"))
     median = statistics.median_low(lengths.values())
     return next(step for step, length in lengths.items() if length == median)
 
@@ -142,7 +152,7 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
         worst = split.rank
     else:
         worst = max(by_rank, key=lambda rank: sum(row["exposed_ns"] for row in by_rank[rank]))
-    steps = split.steps if split else len({row["step"] for row in by_rank[worst]})
+    steps = split.steps if split else len(distinct(by_rank[worst], "step"))
     return worst, steps, exposed_cells(by_rank[worst], steps)
 
 
@@ -165,9 +175,8 @@ def slower_words(record: RunRecord) -> str:
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
     """Return units in the order in which the forward reaches them; units that it never reaches follow by name."""
     first: dict[str, int] = {}
-    for row in named_rows(record, "timeline"):
-        if row["phase"] == "forward" and row["lane"] == "compute":
-            first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
+    for row in where(named_rows(record, "timeline"), phase="forward", lane="compute"):
+        first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
 
     def place(unit: str) -> tuple[bool, float, list[tuple[bool, str]]]:
         return unit != ROOT, first.get(unit, float("inf")), _in_numbers(unit)
@@ -225,8 +234,12 @@ def _link_words(link: Link) -> str:
             numbers.append(rate)
     if link.latency_s:
         numbers.append(seconds(link.latency_s))
-    words = f"{link.name}: {', '.join(numbers)}" if numbers else link.name
-    return f"{words}, as {link.as_}" if link.as_ else words
+    words = link.name
+    if numbers:
+        words += f": {', '.join(numbers)}"
+    if link.as_:
+        words += f", as {link.as_}"
+    return words
 
 
 def duration(ns: float) -> str:

@@ -1,8 +1,8 @@
 """One look for every figure: a colour per category and per strategy, type that reads from the back of a room.
 
-Colours are distinct with every common colour vision (a test simulates them). Backgrounds are transparent, segments
-have edges, and text takes its colour from the layout's font, which the HTML page switches: one figure serves a
-notebook, a printed page and a dark lecture room.
+Colours are distinct with every common colour vision (tests/test_colours.py simulates them). Backgrounds are
+transparent, segments have edges, and text takes its colour from the layout's font, which the HTML page switches: one
+figure serves a notebook, a printed page and a dark lecture room.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ LANE_COLOURS = {
     "optimizer": "#d9b84a",
     **{row.name: row.colour for row in COLLECTIVE_ROWS.values() if row.colour},
     OTHER_LANE: "#8a4a9e",
-    "exposed": "#e01f3d",
+    "exposed": "#fd024c",  # a red that is lighter and bluer than a reduce-scatter for eyes that see no red or no green
 }
 # the four parts of a step
-STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#e01f3d", "other": "#cfd3d9"}
+STEP_COLOURS = {"compute only": "#6b7380", "overlapped": "#4aa3e0", "exposed": "#fd024c", "other": "#cfd3d9"}
 # the parts of exposed time
 EXPOSED_COLOURS = {
-    "on the link": "#e01f3d",
-    "copying": "#f6a582",
+    "on the link": "#fd024c",
+    "copying": "#fcd8cd",
     "waiting for a peer": "#8a4a9e",
-    "waiting for a core": "#6b7380",
+    "waiting for a core": "#33185c",
 }
 PHASE_COLOURS = {"forward": "#4aa3e0", "backward": "#8a4a9e", "optimizer": "#d9b84a"}
 # of exposed time and of lateness; dark text reads on all of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,21 @@ from fsdplab.figures.view import RunView
 from fsdplab.records import Summary
 from fsdplab.records.summary import Profile
 
-_NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
-_GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
+
+def _categories_by_group() -> dict[str, list[str]]:
+    """Return the categories of each group of a narrow table; those of the rest are in none."""
+    groups: dict[str, list[str]] = {}
+    for row in CATEGORY_ROWS.values():
+        if row.group != "rest":
+            groups.setdefault(row.group, []).append(row.name)
+    return groups
+
+
+_GROUPS = _categories_by_group()
 SPLIT = f"= {' + '.join([*_GROUPS, 'rest'])}"
 OVER = "over the card"
 _LONGER = 0.1  # of a timed step: exposed time of profiled steps that are longer by more is shown with their length
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|[kMG]?B\b|[mµ]?s\b)")
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 
 
@@ -24,8 +35,8 @@ _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "b
 class Column:
     """A column: its name, the text of a run's cell, what the name does not say itself, and how the text is set.
 
-    `flush_right`: a number, where there is room. `wraps`: its text may take a second line; `breaks`: also at every
-    blank. `in_brief`: it is among the few that matter most, "always", or only in a table whose runs have ("steady") or
+    `flush_right`: a number, where there is room. `wraps`: its text may take a second line; `breaks`: also after every
+    amount. `in_brief`: it is among the few that matter most, "always", or only in a table whose runs have ("steady") or
     lack ("measured") the steady card's clock. `on_pages`: False where a page shows it as a figure.
     """
 
@@ -40,101 +51,132 @@ class Column:
 
 
 def step_of(run: RunView) -> str:
-    """The median step and its scatter, `398 ms ±3 %`, `0.9 %`; of a run without a timed step its status."""
+    """Return the median step and its scatter, `398 ms ±3 %`, `0.9 %`; of a run without a timed step its status."""
     if not run.step_median:
         return run.status.replace("_", " ")
     return seconds(run.step_median) + scattered(run.summary.step_time_s.scatter)
 
 
 def split_of(run: RunView) -> str:
-    """The peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`, `"0.3"` where it is little; a dash for an
-    unknown group.
+    """Return the peak as a sum of five groups, in MB: `"39 + 39 + 77 + 31 + 15"`, `"0.3"` where it is little; a dash
+    for an unknown group.
     """
     if not run.peak or not run.split:
         return MISSING
-    known = {group: [run.split[name] for name in names if name in run.split] for group, names in _GROUPS.items()}
-    sums = [sum(parts) if parts else None for parts in known.values()]
-    sums.append(run.peak - sum(nbytes or 0 for nbytes in sums))
-    return " + ".join(
-        MISSING if nbytes is None else f"{nbytes / 1e6:.{0 if nbytes >= 9.5e6 else 1}f}" for nbytes in sums
-    )
+    rest = run.peak
+    words = []
+    for categories in _GROUPS.values():
+        known = [run.split[category] for category in categories if category in run.split]
+        words.append(_megabytes(sum(known)) if known else MISSING)
+        rest -= sum(known)
+    return " + ".join([*words, _megabytes(rest)])
+
+
+def _megabytes(nbytes: int) -> str:
+    decimals = 0 if nbytes >= 9.5e6 else 1
+    return f"{nbytes / 1e6:.{decimals}f}"
 
 
 def predicted_of(run: RunView) -> str:
-    """Peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
-    peak, step = beside(run.predicted_peak, run.peak, size), run.summary.predicted.step_time_s
-    return peak if step is None else f"{peak}, {predicted_step(run)}"
+    """Return peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
+    peak = beside(run.predicted_peak, run.peak, size)
+    if run.summary.predicted.step_time_s is None:
+        return peak
+    return f"{peak}, {predicted_step(run)}"
 
 
 def predicted_step(run: RunView) -> str:
-    """The step as predicted, with the scatter of the run that it is from, and its ratio to the measured one:
+    """Return the step as predicted, with the scatter of the run that it is from, and its ratio to the measured one:
     `"98.1 ms ±3 % (0.95)"`; a dash where it is not predicted.
     """
     predicted = run.summary.predicted
-    return beside(
-        predicted.step_time_s, run.step_median, lambda step: seconds(step) + scattered(predicted.step_scatter)
-    )
+
+    def shown(step: float | None) -> str:
+        return seconds(step) + scattered(predicted.step_scatter)
+
+    return beside(predicted.step_time_s, run.step_median, shown)
 
 
 def scattered(scatter: float | None) -> str:
-    """` ±3 %`, ` ±0.4 %`; nothing where it is not known."""
-    return "" if scatter is None else f" ±{100 * scatter:.{0 if scatter >= 0.0095 else 1}f} %"
+    """Return ` ±3 %`, ` ±0.4 %`; nothing where it is not known."""
+    if scatter is None:
+        return ""
+    decimals = 0 if scatter >= 0.0095 else 1
+    return f" ±{100 * scatter:.{decimals}f} %"
 
 
 def beside(predicted: float | None, measured: float | None, shown: Callable[[float | None], str]) -> str:
-    """A prediction and in brackets its ratio to what was measured; a dash where nothing is predicted."""
+    """Return a prediction and in brackets its ratio to what was measured; a dash where nothing is predicted."""
     if predicted is None:
         return MISSING
-    return f"{shown(predicted)} ({predicted / measured:.2f})" if measured else shown(predicted)
+    if not measured:
+        return shown(predicted)
+    return f"{shown(predicted)} ({predicted / measured:.2f})"
 
 
 def speed_of(summary: Summary) -> str:
-    """Tokens a second; `812 samples/s` of a model of one's own whose batches have none; else a dash."""
-    if summary.samples_per_s and not summary.tokens_per_s:
+    """Return tokens a second; `812 samples/s` of a model of one's own whose batches have none; else a dash."""
+    if summary.tokens_per_s:
+        return three_digits(summary.tokens_per_s)
+    if summary.samples_per_s:
         return f"{three_digits(summary.samples_per_s)} samples/s"
-    return three_digits(summary.tokens_per_s) if summary.tokens_per_s else MISSING
+    return MISSING
 
 
 def optimizer_of(profile: Profile | None) -> str:
-    """The optimizer's step: `85.0 ms, 40 % exchange`, `12.0 ms`; a dash where it was not profiled."""
+    """Return the optimizer's step: `85.0 ms, 40 % exchange`, `12.0 ms`; a dash where it was not profiled."""
     if profile is None or not profile.optimizer_s:
         return MISSING
-    part = (profile.exchange_s or 0.0) / profile.optimizer_s
-    return seconds(profile.optimizer_s) + (f", {percent(part)} exchange" if part >= 0.005 else "")
+    words = seconds(profile.optimizer_s)
+    exchange = (profile.exchange_s or 0.0) / profile.optimizer_s
+    if exchange >= 0.005:
+        words += f", {percent(exchange)} exchange"
+    return words
 
 
 def exposed_of(run: RunView) -> str:
-    """Exposed seconds of a profiled step; `378 ms of 524 ms` where it is longer than a timed one by a tenth."""
+    """Return exposed seconds of a profiled step; `378 ms of 524 ms` where it is longer than a timed one by a tenth."""
     if run.sends_nothing or run.exposed_s is None:
         return MISSING
-    longer = (run.summary.profile.overhead or 0.0) if run.summary.profile else 0.0
-    whole = f" of {seconds(run.step_median * (1 + longer))}" if run.step_median and longer > _LONGER else ""
-    return f"{seconds(run.exposed_s)}{whole}"
+    words = seconds(run.exposed_s)
+    longer = 0.0  # profiled steps than timed ones, as a part of these
+    if run.summary.profile:
+        longer = run.summary.profile.overhead or 0.0
+    if run.step_median and longer > _LONGER:
+        words += f" of {seconds(run.step_median * (1 + longer))}"
+    return words
 
 
 def formula_of(run: RunView) -> str:
-    """The formula's bytes, and whether the ledger equals them to the byte."""
+    """Return the formula's bytes, and whether the ledger equals them to the byte."""
     formula, sent = run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step
     if formula is None or sent is None:
         return size(formula)
-    return f"{size(formula)} {f'DIFFER {sent - formula:+,} B' if sent != formula else 'equal'}"
+    if sent == formula:
+        return f"{size(formula)} equal"
+    return f"{size(formula)} DIFFER {sent - formula:+,} B"
 
 
 def _last_loss(run: RunView) -> str:
     losses = run.summary.losses
-    return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
+    if not losses or losses[-1] is None:
+        return MISSING
+    return f"{losses[-1]:.4f}"
 
 
 def badge(run: RunView) -> str:
-    """Whether a finished run's losses agree with the unsharded reference; a dash where that is not known."""
+    """Return whether a finished run's losses agree with the unsharded reference; a dash where that is not known."""
     if run.status != "finished" or run.matches is None:
         return MISSING
     return "agree" if run.matches else "DIFFER"
 
 
 def peak_of(run: RunView) -> str:
-    """The peak, and whether it is over the run's card: `373 MB, over the card`."""
-    return f"{size(run.peak)}, {OVER}" if run.peak and run.over_card else size(run.peak)
+    """Return the peak, and whether it is over the run's card: `373 MB, over the card`."""
+    words = size(run.peak)
+    if run.peak and run.over_card:
+        words += f", {OVER}"
+    return words
 
 
 def _strategy_of(run: RunView) -> str:
@@ -191,6 +233,7 @@ COLUMN_ROWS = (
         "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
         " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
         " tenth or more also its length",
+        breaks=True,
         in_brief="measured",
     ),
     Column(
@@ -210,6 +253,7 @@ COLUMN_ROWS = (
         "optimizer",
         lambda run: optimizer_of(run.summary.profile),
         "its step in profiled steps, and the part of it that exchanges matrices",
+        breaks=True,
     ),
 )
 EVERY_COLUMN = tuple(column.name for column in COLUMN_ROWS)
@@ -231,9 +275,13 @@ def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
 
 
 def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
-    """Those of the columns in which one of the runs has a value at least."""
+    """Return those of the columns in which one of the runs has a value at least."""
     rows = [cells(run, columns) for run in runs]
-    return tuple(name for place, name in enumerate(columns) if any(row[place] != MISSING for row in rows))
+    valued = []
+    for place, name in enumerate(columns):
+        if any(row[place] != MISSING for row in rows):
+            valued.append(name)
+    return tuple(valued)
 
 
 def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
@@ -241,14 +289,32 @@ def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
     return tuple(column(name).cell(run) for name in columns)
 
 
+def unbroken(text: str) -> str:
+    """Join each number and its unit by a blank at which no line ends, so that a cell may break between amounts only.
+
+    >>> unbroken("1.74 s ±11 %, over the card").split(" ")
+    ['1.74\\xa0s', '±11\\xa0%,', 'over', 'the', 'card']
+    """
+    return _BEFORE_UNIT.sub("\u00a0", text)
+
+
 def legend(columns: Sequence[str]) -> str:
     """Return what the columns mean that do not say it themselves: `peak: memory of the worst rank; ...`."""
-    meanings = [(name, column(name).meaning) for name in columns]
-    return "; ".join(f"{name}: {meaning}" for name, meaning in meanings if meaning)
+    meanings = []
+    for name in columns:
+        meaning = column(name).meaning
+        if meaning:
+            meanings.append(f"{name}: {meaning}")
+    return "; ".join(meanings)
 
 
 def mood(text: str) -> str:
-    """Whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else empty."""
+    """Return whether a cell's verdict is `good` or `bad`, for its colour: `mood("115 MB equal") == "good"`; else
+    nothing.
+    """
     if OVER in text:
         return "bad"
-    return _MOODS.get(next((word for word in text.split() if word in _MOODS), text), "")
+    for word in (text, *text.split()):
+        if word in _MOODS:
+            return _MOODS[word]
+    return ""

@@ -294,9 +294,10 @@ def ranks_and_device(runs: list[RunView]) -> str:
     if len(runs) == 1 and runs[0].summary.traces is not None:
         return _ranks_of_traces(runs[0], runs[0].summary.traces, kind)
     # the twin replays the batches of all ranks in one process
-    sizes = {run.world_size for run in runs if run.engine != "twin"} or {run.world_size for run in runs}
+    compared = [run for run in runs if run.engine != "twin"]
+    sizes = {run.world_size for run in compared or runs}
     if len(sizes) == 1:
-        return plural(*sizes, f"{kind} rank")
+        return plural(min(sizes), f"{kind} rank")
     return f"{' and '.join(map(str, sorted(sizes)))} {kind} ranks"
 
 

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.workloads.shapes import ModelShape
 
 from .plan_spec import PlanSpec
 
+OF_A_NODE = 8  # ranks, in the line that starts them
 _RECOMPUTE = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is copied: `units` are the names of the classes whose instances are units; none: one unit of all."""
+    """What is copied: `units` are the names of the classes whose instances are units; none: one unit of all.
+
+    `program` are lines that import these classes and make `model`; none: the reader's own program has both.
+    """
 
     strategy: str
     ranks: int
@@ -26,6 +31,7 @@ class Sharded:
     optimizer: str = "adamw"
     device: str = "cuda"
     offload: bool = False  # shards rest in host memory
+    program: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -59,20 +65,76 @@ def of_plan(spec: PlanSpec) -> Sharded:
         prefetch=spec.prefetch,
         optimizer=spec.optimizer,
         offload=spec.offload,
+        program=_of_transformers(spec.model),
+    )
+
+
+def of_the_lab(model: str, units: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the lines that make one of the lab's models, and import its blocks.
+
+    >>> print(*of_the_lab("gpt-tiny", ("GPTBlock",)), sep="\\n")
+    from fsdplab.workloads import build_model
+    from fsdplab.workloads.transformer import GPTBlock
+    model = build_model("gpt-tiny")
+    """
+    of_this_package = [name for name in units if name in {ours for ours, _ in BLOCKS.values()}]
+    blocks = [f"from fsdplab.workloads.transformer import {name}" for name in of_this_package]
+    return ("from fsdplab.workloads import build_model", *blocks, f'model = build_model("{model}")')
+
+
+def _of_transformers(shape: ModelShape) -> tuple[str, ...]:
+    """Return the lines that make a published model of this shape with transformers; none for shapes of other kinds."""
+    if shape.why_not_built():
+        return ()
+    _, block = BLOCKS[shape.gated]
+    if shape.gated:
+        family, name, head = "llama", "Llama", "ForCausalLM"
+        sizes = {
+            "vocab_size": shape.vocabulary,
+            "hidden_size": shape.width,
+            "intermediate_size": shape.ffn,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_width,
+            "max_position_embeddings": shape.context,
+            "tie_word_embeddings": shape.tied,
+        }
+    else:
+        family, name, head = "gpt2", "GPT2", "LMHeadModel"
+        sizes = {
+            "vocab_size": shape.vocabulary,
+            "n_embd": shape.width,
+            "n_inner": shape.ffn,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_positions": shape.context,
+            "tie_word_embeddings": shape.tied,
+        }
+    arguments = "".join(f"    {size}={value},\n" for size, value in sizes.items())
+    return (
+        f"from transformers import {name}Config, {name}{head}",
+        f"from transformers.models.{family}.modeling_{family} import {block}",
+        f"config = {name}Config(\n{arguments})",
+        f"model = {name}{head}(config)  # with random weights, in the memory of each rank's host",
     )
 
 
 def pytorch(what: Sharded) -> str:
-    """Write the lines that shard `model` and make its optimizer, for a program that has initialised its process group.
+    """Write a program for torchrun that makes `model`, shards it and makes its optimizer.
 
-    >>> print(pytorch(Sharded("no_shard", 2)))
+    >>> print(pytorch(Sharded("no_shard", 2, device="cpu")))
     import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     <BLANKLINE>
+    # torchrun --nproc-per-node 2 this_file.py; `model` is yours
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     """
-    lines = ["import torch", *_recompute(what)]
+    lines = [*_started(what), *what.program, *_recompute(what)]
     if "gradients" in STRATEGY_ROWS[what.strategy].cuts:
         lines += _fully_sharded(what)
     else:
@@ -82,8 +144,29 @@ def pytorch(what: Sharded) -> str:
     return "\n".join([*imports, "", *statements])
 
 
+def _started(what: Sharded) -> Iterator[str]:
+    """Yield the lines that join the ranks into a group."""
+    yield from ["import torch", "import torch.distributed as dist"]
+    launch = f"--nproc-per-node {what.ranks}"
+    if what.ranks > OF_A_NODE and what.ranks % OF_A_NODE == 0:
+        launch = f"--nnodes {what.ranks // OF_A_NODE} --nproc-per-node {OF_A_NODE}"
+    comment = f"# torchrun {launch} this_file.py"
+    if not what.program:
+        classes = [f"`{name}`" for name in what.units if "." not in name]  # others are imported by their module
+        comment += f"; {', '.join(['`model`', *classes])} {'are' if classes else 'is'} yours"
+    yield comment
+    backend = "gloo" if what.device == "cpu" else "nccl"
+    yield "if not dist.is_initialized():"
+    yield f'    dist.init_process_group("{backend}")'
+    if what.device != "cpu":
+        yield "torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())"
+
+
 def _replicated(what: Sharded) -> Iterator[str]:
-    yield from ["from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)"]
+    yield "from torch.nn.parallel import DistributedDataParallel"
+    if what.device != "cpu":
+        yield "model = model.cuda()"
+    yield "model = DistributedDataParallel(model)"
     if what.precision == "bf16":
         yield f'# around the forward and the loss: with torch.autocast("{what.device}", torch.bfloat16)'
     if STRATEGY_ROWS[what.strategy].cuts:  # the optimizer's state alone

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, of_the_lab, pytorch
 from fsdplab.planning.plan_spec import PlanSpec, flag_of
 from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.spec import RunSpec
@@ -34,13 +34,15 @@ def copies(run: Run) -> dict[str, str]:
 def sharded_of(run: Run) -> Sharded:
     """What of a run its engine's code depends on."""
     if isinstance(run, OwnPlan):
-        return replace(of_plan(run), units=_units_of(run.of))
+        return replace(of_plan(run), units=_units_of(run.of), program=())
     if isinstance(run, PlanSpec):
         return of_plan(run)
+    units = _units_of(run)
+    program = () if run.own_model else of_the_lab(run.model, units)
     return Sharded(
         strategy=run.strategy,
         ranks=run.world_size,
-        units=_units_of(run),
+        units=units,
         shard_size=run.shard_size,
         precision=run.precision,
         checkpoint=run.checkpoint,
@@ -48,6 +50,7 @@ def sharded_of(run: Run) -> Sharded:
         optimizer=run.optimizer,
         device=run.device_type,
         offload=run.offload != "none",
+        program=program,
     )
 
 

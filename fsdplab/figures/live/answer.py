@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
+from typing import TypedDict
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.names import CATEGORY_ROWS
@@ -29,7 +30,28 @@ from .drawings import memory_drawing, step_drawing
 _LEAST, _MOST = 280, 1400  # pixels of a drawing
 
 
-def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
+# what the page's script puts where: an id of the page -> HTML; of a plan that cannot be made `error` alone
+Places = TypedDict(
+    "Places",
+    {
+        "error": str,
+        "verdict": str,
+        "remedies": str,
+        "quantities": str,
+        "memory": str,
+        "categories": str,
+        "step": str,
+        "step-words": str,
+        "pytorch": str,
+        "accelerate": str,
+        "command": str,
+        "json": str,
+    },
+    total=False,
+)
+
+
+def answer(choice: Mapping[str, str], width: int) -> Places:
     """Return id of a place -> its HTML, for drawings of so many pixels; {"error": sentence} for a plan that cannot be
     made.
 
@@ -44,7 +66,8 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     pixels = max(_LEAST, min(_MOST, width))
     band = memory_band(spec)
     low, high = band.around(found.memory.peak.total)
-    places = {
+    pytorch_lines, accelerate_lines = _copies(spec)
+    return {
         "error": "",
         "verdict": _verdict(found, high),
         "remedies": "" if found.fits else "".join(_remedies(found, choice)),
@@ -53,12 +76,11 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
         "categories": _categories(found),
         "step": step_drawing(_first_rank(record), pixels) if record else "",
         "step-words": escape(_step_words(found, record)),
+        "pytorch": escape(pytorch_lines),
+        "accelerate": escape(accelerate_lines),
+        "command": escape(command_of(choice)),
+        "json": escape(json.dumps(plan_json(found), indent=2)),
     }
-    for name, text in _copies(spec).items():
-        places[name] = escape(text)
-    places["command"] = escape(command_of(choice))
-    places["json"] = escape(json.dumps(plan_json(found), indent=2))
-    return places
 
 
 # a pipeline and a step of many passes are predicted in closed form alone
@@ -175,13 +197,13 @@ def _categories(found: Plan) -> str:
     return entries
 
 
-def _copies(spec: PlanSpec) -> dict[str, str]:
-    """Return the plan as lines of other programs, by the id of their place."""
+def _copies(spec: PlanSpec) -> tuple[str, str]:
+    """Return the plan as lines of (PyTorch, Accelerate)."""
     if spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * spec.expert_parallel > 1:
         no_lines = "# no lines are known for the mesh's other axes"
-        return {"pytorch": no_lines, "accelerate": no_lines}
+        return no_lines, no_lines
     what = of_plan(spec)
-    return {"pytorch": pytorch(what), "accelerate": accelerate_yaml(what)}
+    return pytorch(what), accelerate_yaml(what)
 
 
 def _first_rank(record: RunRecord) -> list[dict[str, object]]:

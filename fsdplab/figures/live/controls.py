@@ -85,7 +85,7 @@ _DEFAULTS = {field.name: field.default for field in fields(PlanSpec)}
 
 
 def _powers(first: int, last: int) -> tuple[str, ...]:
-    """`_powers(1, 8) == ("1", "2", "4", "8")`."""
+    """Return the powers of two between: `_powers(1, 8) == ("1", "2", "4", "8")`."""
     return tuple(str(first << place) for place in range((last // first).bit_length()))
 
 

@@ -17,8 +17,8 @@ _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
 _MOST_POINTS = 2_000  # of a line
 _AT_THE_PEAK, _AT_THE_FAILURE = "at the peak", "when a request failed"
 _UNUSED = "reserved, used by nothing"
-_CATEGORY_COLOURS = ("#cc7fa8", "#4aa3e0", "#6bb38a", "#d9b84a", "#8a4a9e", "#b3bac4")
-_COLOURS = {_UNUSED: "#cfd3d9", "in use": "#6b7380", "free on the device": "#eef0f2", "asked for": ALARM}
+CATEGORY_COLOURS = ("#d06aaf", "#43a6e4", "#1e9168", "#e7ce50", "#734a93", "#452726")
+COLOURS = {_UNUSED: "#afb3b7", "in use": "#6b7380", "free on the device": "#dde3ed", "asked for": ALARM}
 
 
 def allocator_peak(memory: DeviceMemory) -> go.Figure:
@@ -75,7 +75,7 @@ def _at_failure(memory: DeviceMemory) -> dict[str, int]:
 
 
 def _colour(name: str, place: int) -> str:
-    return _COLOURS.get(name) or _CATEGORY_COLOURS[place % len(_CATEGORY_COLOURS)]
+    return COLOURS.get(name) or CATEGORY_COLOURS[place % len(CATEGORY_COLOURS)]
 
 
 def _finding(memory: DeviceMemory) -> str:

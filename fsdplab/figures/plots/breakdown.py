@@ -19,7 +19,7 @@ from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, duration, label, percent
+from fsdplab.figures.profile_data import MS, Row, distinct, duration, label, percent, where
 from fsdplab.figures.style import EDGE, EXPOSED_COLOURS, PHASE_COLOURS, STEP_COLOURS, titled
 from fsdplab.figures.view import missing, view, views
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary
@@ -106,9 +106,10 @@ def _slower_words(shown: Mapping[str, RunRecord]) -> str:
     sentences = []
     for name, record in shown.items():
         words = profile.slower_words(record)
-        if words:
-            sentences.append(f"{name}: {words}" if len(shown) > 1 else words)
-    return "; ".join(sentences)
+        if words and len(shown) > 1:
+            words = f"{name}: {words}"
+        sentences.append(words)
+    return "; ".join(filter(None, sentences))
 
 
 def _stacked(
@@ -224,13 +225,17 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
 
 def _map_of_cells(cells: Cells, units: list[str], between: str) -> go.Figure:
     """Draw the cells with their numbers and causes; `between` stands between the two."""
-    columns = sorted({key[1:] for key in cells}, key=_place_of_column)
-    values, texts, hovers = [], [], []
-    for unit in units:
-        row = [cells.get((unit, phase, kind)) for phase, kind in columns]
-        values.append([None if cell is None else cell.exposed_ns / MS for cell in row])
-        texts.append(["" if cell is None else _words(cell, between) for cell in row])
-        hovers.append([None if cell is None else _hover(cell) for cell in row])
+    columns = sorted({(phase, kind) for _, phase, kind in cells}, key=_place_of_column)
+    values: list[list[float | None]] = [[None] * len(columns) for _ in units]
+    texts = [[""] * len(columns) for _ in units]
+    hovers: list[list[str | None]] = [[None] * len(columns) for _ in units]
+    for row, unit in enumerate(units):
+        for place, (phase, kind) in enumerate(columns):
+            cell = cells.get((unit, phase, kind))
+            if cell is not None:  # the unit has such a collective
+                values[row][place] = cell.exposed_ns / MS
+                texts[row][place] = _words(cell, between)
+                hovers[row][place] = _hover(cell)
     names = [f"{phase} {kind}".strip() for phase, kind in columns]
     hover = "%{y}, %{x}<br>exposed %{z:.3f} ms of %{customdata}"
     return heat_map(names, units, values, texts, hover, "exposed<br>(ms a step)", customdata=hovers)
@@ -246,9 +251,9 @@ def _words(cell: ExposedCell, between: str) -> str:
     if not cell.exposed_ns:
         return "hidden"
     words = f"{three_digits(cell.exposed_ns / MS)} ms"
-    if cell.shown_cause in ("hidden", "unknown"):
-        return words
-    return f"{words}{between}{cell.shown_cause.replace('_', ' ')}"
+    if cell.shown_cause not in ("hidden", "unknown"):
+        words += between + cell.shown_cause.replace("_", " ")
+    return words
 
 
 def _hover(cell: ExposedCell) -> str:
@@ -259,7 +264,9 @@ def _hover(cell: ExposedCell) -> str:
         milliseconds = getattr(cell, column) / MS
         if milliseconds:
             parts.append(f"{name} {milliseconds:.3f} ms")
-    return f"{words}<br>{', '.join(parts)}" if parts else words
+    if parts:
+        words += f"<br>{', '.join(parts)}"
+    return words
 
 
 def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
@@ -279,8 +286,10 @@ def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
         title = f"{label(record)}: {len(alike)} collectives expose {longest} each, {share} of the exposed time"
     else:
         unit, phase, kind = first
-        of = "" if unit == NO_UNIT else f" of {unit}"
-        title = f"{label(record)}: {kind}{of} in {phase} exposes {longest}, {share} of the exposed time"
+        collective = kind
+        if unit != NO_UNIT:
+            collective += f" of {unit}"
+        title = f"{label(record)}: {collective} in {phase} exposes {longest}, {share} of the exposed time"
     most = "; ".join(f"{' '.join(key)} {duration(exposed[key])}" for key in ranked[:5])
     return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {most}."
 
@@ -367,14 +376,12 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's
     all-gathers, and the steps' length.
     """
-    nbytes = {}
-    for row in profile.named_rows(record, "ledger"):
-        if row["kind"] == "all_gather":
-            nbytes[row["unit"]] = row["logical_bytes"]
-    lengths = {row["step"]: row["step_ns"] for row in record.table("breakdown") if row["rank"] == 0}
+    gathers = where(profile.named_rows(record, "ledger"), kind="all_gather")
+    nbytes = {row["unit"]: row["logical_bytes"] for row in gathers}
+    lengths = {row["step"]: row["step_ns"] for row in where(record.table("breakdown"), rank=0)}
     life = profile.profiled(profile.named_rows(record, "life"), record)
-    of_first_rank = [row for row in life if row["rank"] == 0 and row["step"] in lengths]
-    steps = len({row["step"] for row in of_first_rank})
+    of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
+    steps = len(distinct(of_first_rank, "step"))
     held: dict[UnitPhase, float] = {}
     for (step, unit), of_unit in grouped(of_first_rank, lambda row: (row["step"], row["unit"])).items():
         for phase, kept_ns in _stays(of_unit):
@@ -406,7 +413,9 @@ def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.
         if phase not in in_panel:
             continue
         lengths = [changes.get((unit, phase), 0) for unit in units]
-        has_numbers = len(units) <= _ROOM_FOR_NUMBERS
+        numbers = [""] * len(units)
+        if len(units) <= _ROOM_FOR_NUMBERS:
+            numbers = [_signed(length) for length in lengths]
         bar = go.Bar(
             name=phase,
             legendgroup=phase,
@@ -417,7 +426,7 @@ def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.
             y=units,
             x=lengths,
             marker=dict(color=colour, line=dict(color=EDGE, width=1)),
-            text=[_signed(length) if has_numbers else "" for length in lengths],
+            text=numbers,
             textposition="outside",
             textfont=dict(size=13),
             cliponaxis=False,
@@ -440,11 +449,13 @@ def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, An
     high = max(0, *changes.values(), 0)
     margin = 0.22 * (high - low) or 1
     # numbers stand beyond a bar's end, so a side without bars needs no space; a panel without any keeps both
-    space_left = margin if low < 0 or not high else 0.0
-    space_right = margin if high > 0 or not low else 0.0
-    between = 0.03 if place > 0 else 0
+    space_left = margin * (low < 0 or not high)
+    space_right = margin * (high > 0 or not low)
+    left, right = place / panels, (place + 1) / panels
+    if place > 0:
+        left += 0.03  # between two panels
     return dict(
-        domain=[place / panels + between, (place + 1) / panels],
+        domain=[left, right],
         anchor="y",
         title_text=title,
         title_font_size=15,
@@ -463,11 +474,13 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
     """
     exposed = changes["exposed_ns"]
     total = sum(exposed.values())
-    along = max(exposed, key=lambda key: exposed[key] if total > 0 else -exposed[key])
+    if total > 0:
+        along, more = max(exposed, key=lambda key: exposed[key]), "more"
+    else:
+        along, more = min(exposed, key=lambda key: exposed[key]), "less"
     unit, phase = along
     most = f"{unit} {phase} ({_signed(exposed[along])} ms)"
     if abs(total) >= 0.005:
-        more = "less" if total < 0 else "more"
         title = f"{second} is exposed {duration(abs(total) * MS)} a step {more} than {first}, most in {most}"
     else:
         title = f"{second} and {first} are exposed alike"

@@ -22,7 +22,18 @@ from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import MB, bands, total
 from fsdplab.figures.plots.timeline import Lanes, lane_bars, lanes_of, phase_lines, phases
-from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of, unit_order
+from fsdplab.figures.profile_data import (
+    MS,
+    Row,
+    conditions,
+    distinct,
+    label,
+    rows_of,
+    short_unit,
+    timeline_of,
+    unit_order,
+    where,
+)
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, GRID, titled
 from fsdplab.records import RunRecord
 
@@ -154,14 +165,14 @@ def _domains(heights: list[int]) -> list[tuple[float, float]]:
 
 def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
     """Return the memory rows of the rank with the highest peak, `time_ns` moved to the clock of `life`."""
-    rows = [row for row in rows_of(record, "memory") if row["step"] == life.step]
+    rows = where(rows_of(record, "memory"), step=life.step)
     if not rows:
         raise ValueError(
             f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
         )
     worst = max(rows, key=total)["rank"]
     shift = record.summary.memory_start_ns.get(worst, life.begin) - life.begin
-    of_worst = [{**row, "time_ns": row["time_ns"] + shift} for row in rows if row["rank"] == worst]
+    of_worst = [{**row, "time_ns": row["time_ns"] + shift} for row in where(rows, rank=worst)]
     return sorted(of_worst, key=lambda row: row["time_ns"])
 
 
@@ -318,18 +329,19 @@ def unit_states(record: RunRecord) -> UnitStates:
     The step begins where its timeline does on the first rank, else by the memory's clock, else at the first row.
     """
     every_row = rows_of(record, "life")
-    measured = {row["step"] for row in record.table("memory")}
-    with_states = {row["step"] for row in every_row}
+    measured = distinct(record.table("memory"), "step")
+    with_states = distinct(every_row, "step")
     step = min(with_states & measured or with_states)
-    rows = [row for row in every_row if row["step"] == step]
-    timeline = [row for row in record.table("timeline") if row["step"] == step]
-    begins = [row["start_ns"] for row in timeline if row["lane"] == "step"]
+    rows = where(every_row, step=step)
+    timeline = where(record.table("timeline"), step=step)
+    begins = [row["start_ns"] for row in where(timeline, lane="step")]
     if not begins and step in measured:
         begins = list(record.summary.memory_start_ns.values())
-    begin = min(begins or [row["time_ns"] for row in rows])
-    end = max([row["end_ns"] for row in timeline] + [row["time_ns"] for row in rows])
-    ranks = sorted({row["rank"] for row in rows})
-    units = unit_order(record, {row["unit"] for row in rows})
+    instants = distinct(rows, "time_ns")
+    begin = min(begins or instants)
+    end = max(instants | distinct(timeline, "end_ns"))
+    ranks = sorted(distinct(rows, "rank"))
+    units = unit_order(record, distinct(rows, "unit"))
     return UnitStates(step, begin, end - begin, ranks, units, _states(rows, ranks, units, begin))
 
 
@@ -377,8 +389,9 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
     life = unit_states(record)
     title, alt = finding(record, life, at_ns)
     where = conditions(record, f"step {life.step}, {at_ns / MS:.2f} ms after it began")
-    few = f"; the first {plural(len(life.shown), 'rank')}" if life.shown != life.ranks else ""
-    where = f"{where}; cell: one unit, 1/{len(life.ranks)} of it a rank{few}"
+    where += f"; cell: one unit, 1/{len(life.ranks)} of it a rank"
+    if life.shown != life.ranks:
+        where += f"; the first {plural(len(life.shown), 'rank')}"
     return titled(cells_figure(life, at_ns), title, where, alt, map_height(life) + 60)
 
 
@@ -432,7 +445,8 @@ def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str
     if whole:
         title += f" ({_few(whole)})"
     if coming:
-        title += f", {_few(coming)} on {'its' if len(coming) == 1 else 'their'} way"
+        their = "its" if len(coming) == 1 else "their"
+        title += f", {_few(coming)} on {their} way"
     words = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold"
     return title, f"{words} 1/{len(life.ranks)} each."
 

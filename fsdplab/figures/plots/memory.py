@@ -18,7 +18,7 @@ from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and
 from fsdplab.records import CATEGORIES, RunRecord, known
 
 MB = 1e6
-_PALE = 0.55  # opacity of what is predicted
+PALE = 0.75  # opacity of what is predicted: less would make its categories look alike
 _UNSPLIT_COLOUR = "rgba(128,132,136,0.35)"
 _BEHIND_NAME = "rgba(255, 255, 255, 0.85)"  # ground of a name that lies on coloured bands
 _FAR = 2.5  # times the highest peak: a card further off would make bars tiny
@@ -62,7 +62,9 @@ def _split(run: RunView) -> dict[str, int]:
 
 def _end(run: RunView) -> str:
     words = f"<b>{size(run.peak)}</b>"
-    return f"{words} · {_over(run)}" if run.over_card else words
+    if run.over_card:
+        words += f" · {_over(run)}"
+    return words
 
 
 def _over(run: RunView) -> str:
@@ -90,7 +92,9 @@ def _alt(shown: Sequence[RunView]) -> str:
     peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     alt = f"Bars of peak memory per rank: {peaks}."
     cards = [run.card for run in shown if run.card]
-    return f"{alt} The card holds {size(cards[0])}." if cards else alt
+    if cards:
+        alt += f" The card holds {size(cards[0])}."
+    return alt
 
 
 def _mostly(run: RunView) -> str:
@@ -100,7 +104,9 @@ def _mostly(run: RunView) -> str:
         largest = max(run.split, key=lambda name: run.split[name])
         title = category_titles([run.spec]).get(largest, largest)
         words = f", mostly {title} ({size(run.split[largest])})"
-    return f"{words}, {_over(run)}" if run.over_card else words
+    if run.over_card:
+        words += f", {_over(run)}"
+    return words
 
 
 def _finding(shown: list[RunView]) -> str:
@@ -116,7 +122,8 @@ def _finding(shown: list[RunView]) -> str:
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
-        return f"{names} {'is' if len(over) == 1 else 'are'} over the card; {peaks}"
+        are = "is" if len(over) == 1 else "are"
+        return f"{names} {are} over the card; {peaks}"
     if high is low:
         return peaks
     return f"{peaks}, {high.label} at {size(high.peak)}"
@@ -144,7 +151,7 @@ def predicted_memory(runs: Runs) -> go.Figure:
         splits += [run.split, run.predicted_split]
         peaks.append(f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}")
     figure = stacked_bars(ends, _parts(splits), _AXIS)
-    figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown))
+    figure.update_traces(marker_opacity=[1.0, PALE] * len(shown))
     figure.update_layout(bargap=0.18)
     where = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
     left_out = missing(every_run, shown, "lacks one of the two peaks")
@@ -172,8 +179,8 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
     if run.card:
         name = card_words(run.card, run.card_emulated)
-        on_bands = dict(bgcolor=_BEHIND_NAME, font=dict(color=DARK_ALARM, size=14))
-        mark_level(figure, run.card / MB, name, "y", **on_bands)
+        font = dict(color=DARK_ALARM, size=14)
+        mark_level(figure, run.card / MB, name, "y", bgcolor=_BEHIND_NAME, font=font)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])

@@ -103,17 +103,13 @@ def _longest_exposed(drawn: Sequence[RunView]) -> float:
 
 
 def _ranges(drawn: Sequence[RunView]) -> Ranges:
-    spots = [_spot(run) for run in drawn]
-    highest_peak = max(peak for peak, _ in spots)
-    longest_step = max(step for _, step in spots)
-    return [0, _MARGIN * highest_peak], [0, _MARGIN * longest_step]
+    peaks, steps = zip(*map(_spot, drawn))
+    return [0, _MARGIN * max(peaks)], [0, _MARGIN * max(steps)]
 
 
 def _front_line(best: Sequence[RunView], ranges: Ranges) -> go.Scatter:
     """Draw the stairs from the upper edge along the front to the right edge; left of them and below there is no run."""
-    spots = [_spot(run) for run in best]
-    xs = [x for x, _ in spots]
-    ys = [y for _, y in spots]
+    xs, ys = zip(*map(_spot, best))
     right, top = ranges[0][1], ranges[1][1]
     stairs_x = [xs[0], *xs, right]
     stairs_y = [top, *ys, ys[-1]]

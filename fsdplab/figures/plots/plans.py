@@ -61,7 +61,7 @@ def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tup
 # ---- the roofline of overlap: T_comm / T_compute of a block against the tokens of a rank, and where it crosses 1
 
 
-_OF_PLANS = ("#0064c8", "#b84a0a", "#0aa06c", "#8a4a9e", "#d9b84a", "#6b7380")
+PLAN_COLOURS = ("#0064c8", "#b84a0a", "#0aa06c", "#5c1776", "#d9b84a", "#6b7380")
 _PHASE_COLOURS = {"forward": COLLECTIVE_COLOURS["all_gather"], "backward": COLLECTIVE_COLOURS["all_gather in backward"]}
 
 
@@ -98,8 +98,10 @@ def overlap_roofline(
     ValueError for no or more than six plans, and for a run without a profile.
     """
     plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
-    if not 1 <= len(plans) <= len(_OF_PLANS):
-        raise ValueError(f"a roofline draws 1 to {len(_OF_PLANS)} plans, got {len(plans)}; leave some out, or add one")
+    if not 1 <= len(plans) <= len(PLAN_COLOURS):
+        raise ValueError(
+            f"a roofline draws 1 to {len(PLAN_COLOURS)} plans, got {len(plans)}; leave some out, or add one"
+        )
     records = listed(measured)
     overlaps = {name: overlap_of(spec) for name, spec in plans.items()}
     runs = list(zip(views(records), map(overlap_point, records))) if records else []
@@ -128,7 +130,7 @@ def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> 
 
 def _roofs(overlaps: Mapping[str, Overlap]) -> Iterator[_Roof]:
     """Yield the lines of all plans that are above zero: of a single plan both phases, else the one that hides last."""
-    for (name, overlap), colour in zip(overlaps.items(), _OF_PLANS):
+    for (name, overlap), colour in zip(overlaps.items(), PLAN_COLOURS):
         if name:
             last = max(PHASES, key=overlap.crossover)
             roofs = [_Roof(f"{name}, {last}", colour, last, overlap)]

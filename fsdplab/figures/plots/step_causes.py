@@ -20,10 +20,11 @@ from fsdplab.profiling.tables.bandwidth import WORDS
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
 _STEP = "the step"
-_IDLE_COLOURS = ("#cfd3d9", "#e3c36a", "#b8c9a3", "#d8b4d4", "#a9c4d6", "#e0d2bd")
+_FAULT = "what the diagnosis names"
+IDLE_COLOURS = ("#c6ccd8", "#e4e98b", "#2b7f35", "#ac91a2", "#3d545f", "#4c391c")
 _LOADING_COLUMN = "data_loading_ns"
 _LOADING = f"idle: {WORDS[_LOADING_COLUMN]}"
-_LOADING_COLOUR = "#c78a2c"
+LOADING_COLOUR = "#f8960f"
 _ALIKE = 0.002  # of a step: a smaller part is not drawn
 
 
@@ -65,8 +66,10 @@ def _bars(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> 
         ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({percent(fault.seconds / facts.step_s)} of a step)"
         cost_ms = min(1e3 * facts.step_s, 1e3 * fault.seconds)
         parts = [Part(cause.name, cause.colour, [cause.length, 0.0]) for cause in causes]
-        parts.append(Part("what the diagnosis names", ALARM, [0.0, cost_ms]))
-    return stacked_bars(ends, parts, "one step (ms)", "%{x:.3f} ms", lambda ms: duration(ms * MS))
+        parts.append(Part(_FAULT, ALARM, [0.0, cost_ms]))
+    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.3f} ms", lambda ms: duration(ms * MS))
+    # hatched, as its red is near that of exposed communication
+    return figure.update_traces(marker_pattern=dict(shape="/", size=7, solidity=0.25), selector=dict(name=_FAULT))
 
 
 def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> str:
@@ -146,10 +149,10 @@ def _idle(facts: StepFacts) -> tuple[_Cause, list[_Cause]]:
     scale = facts.worst.other_ns / facts.other_s if facts.other_s else 0.0
     by_column = {column: cause_s * scale for column, cause_s in facts.idle_s.items()}
     if not by_column:
-        return _Cause(_LOADING, _LOADING_COLOUR, 0), [_Cause("neither", STEP_COLOURS["other"], facts.worst.other_ns)]
-    loading = _Cause(_LOADING, _LOADING_COLOUR, by_column.pop(_LOADING_COLUMN, 0.0))
+        return _Cause(_LOADING, LOADING_COLOUR, 0), [_Cause("neither", STEP_COLOURS["other"], facts.worst.other_ns)]
+    loading = _Cause(_LOADING, LOADING_COLOUR, by_column.pop(_LOADING_COLUMN, 0.0))
     ordered = sorted(by_column, key=lambda column: -by_column[column])
     others = []
-    for column, colour in zip(ordered, _IDLE_COLOURS * 2):
+    for column, colour in zip(ordered, IDLE_COLOURS * 2):
         others.append(_Cause(f"idle: {WORDS.get(column, column)}", colour, by_column[column]))
     return loading, others

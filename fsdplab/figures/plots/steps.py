@@ -34,7 +34,10 @@ def step_time(runs: Runs) -> go.Figure:
     marks = "bar: median, tick: fastest"
     if whiskers(shown):
         marks += ", whiskers: quartiles"
-    steps = [f"{run.label} {seconds(run.step_median) if run.step_median else _why_untimed(run)}" for run in shown]
+    steps = []
+    for run in shown:
+        step = seconds(run.step_median) if run.step_median else _why_untimed(run)
+        steps.append(f"{run.label} {step}")
     alt = f"Bars of the median step time: {'; '.join(steps)}."
     return titled(figure, title, f"{_conditions(shown)}; {marks}", alt, 86 + 43 * len(shown))
 
@@ -95,7 +98,9 @@ def _conditions(shown: list[RunView]) -> str:
     links = emulated_links(shown)
     if any(run.traced for run in shown):
         where = f"Measured by PyTorch's profiler on {ranks_and_device(shown)}"
-        return f"{where}; the link is emulated ({links})" if links else where
+        if links:
+            where += f"; the link is emulated ({links})"
+        return where
     if any(run.simulated for run in shown):
         return how_and_where(shown)
     between = f"the link between them is emulated ({links})" if links else "no network between them"

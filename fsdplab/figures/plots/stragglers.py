@@ -37,7 +37,7 @@ def straggler_map(record: RunRecord) -> go.Figure:
     Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
-    issued = arrivals_of(record, {row["step"] for row in rows})
+    issued = arrivals_of(record, profile.distinct(rows, "step"))
     columns = _columns(issued, profile.unnamed(record))
     ranks = sorted({rank for times in issued.values() for rank in times})
     if len(ranks) < 2 or not columns:
@@ -110,13 +110,20 @@ def _short_names(units: set[str]) -> dict[str, str]:
     if max(map(len, units), default=0) <= _LONGEST_NAME:
         return {unit: unit for unit in units}
     in_modules = [unit for unit in units if "." in unit]
-    common = os.path.commonprefix(in_modules).rpartition(".")[0] if len(in_modules) > 1 else ""
+    common = ""
+    if len(in_modules) > 1:
+        common = os.path.commonprefix(in_modules).rpartition(".")[0]
     shortened, cut = {}, {}
     for unit in units:
-        name = f"…{unit[len(common) :]}" if common and unit.startswith(f"{common}.") else unit
+        name = unit
+        if common and unit.startswith(f"{common}."):
+            name = f"…{unit.removeprefix(common)}"
         shortened[unit] = name
-        cut[unit] = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-    return cut if len(set(cut.values())) == len(units) else shortened
+        cut[unit] = name
+        if len(name) > _LONGEST_NAME:
+            cut[unit] = f"{name[: _LONGEST_NAME - 1]}…"
+    all_differ = len(set(cut.values())) == len(units)
+    return cut if all_differ else shortened
 
 
 def _late(columns: Columns, issued: Arrivals, ranks: list[int]) -> Late:
@@ -157,22 +164,25 @@ def _latest(values: list[float | None], shared: int) -> list[float | None]:
 def _words(value: float | None) -> str:
     if value is None:
         return ""
-    return three_digits(value) if value else "first"
+    if value == 0:
+        return "first"
+    return three_digits(value)
 
 
 def _finding(record: RunRecord, highest: float) -> str:
     """Return the title: which rank is late, by how much and how often; or that none is so again and again."""
     found = late_rank_of(record)
     apart = f"ranks come within {duration(highest * MS)} of one another"
+    none_is_late = f"{label(record)}: no straggler, {apart}"
     if found is None:
         few = too_few_steps(record)
-        return f"{label(record)}: {apart}; who is late, {few}" if few else f"{label(record)}: no straggler, {apart}"
+        return f"{label(record)}: {apart}; who is late, {few}" if few else none_is_late
     split = profile.breakdown_of(record)
     if split is not None:
         # others must wait for the late rank for long enough: who sends ahead may be late for free
         lost = found.a_step_ns if split.waiting_ns is None else found.of_waiting(split.waiting_ns)
         if lost < WORTH_SAYING * split.step_ns:
-            return f"{label(record)}: no straggler, {apart}"
+            return none_is_late
     last = f"last to {found.last} of {found.of} collectives"
     if found.phase:
         last += f" in {found.phase}"

@@ -16,14 +16,14 @@ from fsdplab.common.words import NO_UNIT, OFF_LINK, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import LIMIT, Mark, downsample, mark_lanes, named_axis, written
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, duration, label, percent
+from fsdplab.figures.profile_data import MS, Row, distinct, duration, label, percent, where
 from fsdplab.figures.style import EXPOSED_COLOURS, GRID, LANE_COLOURS, plot_width, titled, words_width
 from fsdplab.profiling.intervals import subtract, union, within
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord
 
 _OFF_LINK = OFF_LINK.removeprefix(", ")
-_COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
+COLOURS = {**LANE_COLOURS, _OFF_LINK: EXPOSED_COLOURS["copying"]}
 SHOWN = ("compute", *profile.COLLECTIVES, "exposed")
 _EXPOSED_HEIGHT = 0.8  # lanes that the strip of exposed time takes
 _GAP = 0.5  # lanes between two ranks
@@ -55,7 +55,10 @@ class Lanes:
         every = max(1, math.ceil(_LINE * len(places) / height))
         names = {}
         for index, (rank, of_rank) in enumerate(places.items()):
-            names[sum(of_rank) / len(of_rank)] = f"<b>rank {rank}</b>" if index % every == 0 else ""
+            middle = sum(of_rank) / len(of_rank)
+            names[middle] = ""  # a tick without a name, where a name would lie on the one before
+            if index % every == 0:
+                names[middle] = f"<b>rank {rank}</b>"
         return names
 
     def _names_of_lanes(self) -> dict[float, str]:
@@ -63,20 +66,22 @@ class Lanes:
         names = {}
         before = None
         for (rank, lane), at in self.middle.items():
-            name = written(lane).replace("communication", "comm.")
-            names[at] = name if rank == before else f"<b>rank {rank}</b>  {name}"
+            names[at] = written(lane).replace("communication", "comm.")
+            if rank != before:
+                names[at] = f"<b>rank {rank}</b>  {names[at]}"
             before = rank
         return names
 
 
 def lanes_of(rows: list[Row]) -> Lanes:
     """Place the lanes of every rank of a step; a lane that no rank uses is left out."""
-    used = {row["lane"] for row in rows}
-    lanes = [lane for lane in SHOWN if lane in used]
+    used = distinct(rows, "lane")
+    heights = {lane: 1.0 for lane in SHOWN if lane in used}
+    if "exposed" in used:
+        heights["exposed"] = _EXPOSED_HEIGHT
     middle, at = {}, 0.0
     for rank in sorted(_ranks(rows)):
-        for lane in lanes:
-            height = _EXPOSED_HEIGHT if lane == "exposed" else 1
+        for lane, height in heights.items():
             middle[rank, lane] = at + height / 2
             at += height
         at += _GAP
@@ -91,7 +96,7 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     """
     step, rows = profile.timeline_of(record, step)
     lanes = lanes_of(rows)
-    end = (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
+    end = (max(distinct(rows, "end_ns")) - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
     lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))
     height = round(lane_height * lanes.bottom)
@@ -105,18 +110,20 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
 
 
 def _which_step(record: RunRecord, step: int) -> str:
-    steps = len({row["step"] for row in record.table("breakdown")})
-    return f"step {step} (title: mean of {steps} profiled steps)" if steps > 1 else f"step {step}"
+    steps = distinct(record.table("breakdown"), "step")
+    if len(steps) < 2:
+        return f"step {step}"
+    return f"step {step} (title: mean of {len(steps)} profiled steps)"
 
 
 def step_start(rows: list[Row]) -> int:
     """Return when the first rank began the step, in ns."""
-    whole_steps = [row["start_ns"] for row in rows if row["lane"] == "step"]
-    return min(whole_steps or [row["start_ns"] for row in rows])
+    whole_steps = where(rows, lane="step")
+    return min(distinct(whole_steps or rows, "start_ns"))
 
 
 def _ranks(rows: list[Row]) -> set[int]:
-    return {row["rank"] for row in rows}
+    return distinct(rows, "rank")
 
 
 # ---- the marks of the lanes
@@ -130,7 +137,7 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
         if (row["rank"], row["lane"]) in lanes.middle:
             marks.append(_mark(row, lanes, origin))
     drawn, merged = downsample(marks, limit)
-    bars = mark_lanes(drawn, _COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
+    bars = mark_lanes(drawn, COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
     if bars and bars[-1].name == _OFF_LINK:
         # beside copying and waiting, the red strip is what remains of exposed time
         bars[-2].update(name="exposed on the link")
@@ -144,7 +151,7 @@ def uncovered(rows: list[Row]) -> list[Row]:
     so, the red strip would be longer than the exposed time that the title states.
     """
     computing = {}
-    of_ranks = grouped((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
+    of_ranks = grouped(where(rows, lane="compute"), lambda row: row["rank"])
     for rank, of_rank in of_ranks.items():
         computing[rank] = union([(row["start_ns"], row["end_ns"]) for row in of_rank])
     cut = []
@@ -161,23 +168,24 @@ def uncovered(rows: list[Row]) -> list[Row]:
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """Return a row's bar, named by its unit; exposed time says in which collective."""
     lane, phase = row["lane"], row["phase"]
-    unit = "" if row["unit"] == NO_UNIT else row["unit"]
-    what = "compute" if lane == "compute" else row["name"]
-    name = " · ".join(filter(None, [unit, phase, what]))
-    place = lanes.middle[row["rank"], lane]
+    group, name, short = lane, row["name"], ""
+    if lane == "compute":
+        name = "compute"
+        group = "compute in backward" if phase == "backward" else "compute in forward"
+    unit = row["unit"].replace(NO_UNIT, "")
+    name = " · ".join(filter(None, [unit, phase, name]))
+    if lane == "exposed":
+        name = f" · exposed: {name}"
+        group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
+    elif phase == "optimizer":
+        group, name = "optimizer", " · optimizer"
+    elif unit:
+        short = profile.short_unit(unit)
+    else:
+        name = f" · {name}"  # a bar has no label where no unit has a name
     start = (row["start_ns"] - origin) / MS
     end = (row["end_ns"] - origin) / MS
-    if lane == "exposed":
-        group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
-        return Mark(group, place, start, end, f" · exposed: {name}")
-    if phase == "optimizer":
-        return Mark("optimizer", place, start, end, " · optimizer")
-    group = lane
-    if lane == "compute":
-        group = "compute in backward" if phase == "backward" else "compute in forward"
-    if not unit:
-        name = f" · {name}"  # a bar has no label where no unit has a name
-    return Mark(group, place, start, end, name, profile.short_unit(unit))
+    return Mark(group, lanes.middle[row["rank"], lane], start, end, name, short)
 
 
 # ---- the phases above the lanes
@@ -189,7 +197,7 @@ def phases(rows: list[Row]) -> list[Phase]:
     A hook's few microseconds of another phase in the middle of one are no change of phase.
     """
     first, origin = min(_ranks(rows)), step_start(rows)
-    computed = [row for row in rows if row["rank"] == first and row["lane"] == "compute" and row["phase"]]
+    computed = [row for row in where(rows, rank=first, lane="compute") if row["phase"]]
     computed.sort(key=lambda row: row["start_ns"])
     whole = _length_of(computed)
     found: list[Phase] = []
@@ -218,13 +226,15 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
     for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
         line = dict(type="line", line=dict(color=GRID, width=2), x0=begin, x1=begin, y0=bottom, y1=1)
         lines.append(line | dict(yref="paper", layer="below"))
-        late = begin > 0.9 * end  # beside the right edge the name stands before the line
         width = words_width(f"{name} → ", 14)
-        left = begin / end * plot_width() - (width - 22 if late else 0)
+        left = begin / end * plot_width()
+        side = dict(xanchor="left", xshift=2)
+        if begin > 0.9 * end:  # beside the right edge the name stands before the line
+            left -= width - 22
+            side = dict(xanchor="right", xshift=22)
         if any(left < last and first < left + width for first, last in taken):
             continue
         taken.append((left, left + width))
-        side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
         above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
         names.append(dict(x=begin, text=f"{name} →", **above, **side))
     return {"shapes": lines, "annotations": names}
@@ -244,7 +254,7 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
     """Return (title, alternative text): how much of a profiled step is exposed, a mean that is the same everywhere."""
     split = profile.breakdown_of(record)
     if split is None:
-        red = _length_of([row for row in rows if row["lane"] == "exposed"]) / len(_ranks(rows))
+        red = _length_of(where(rows, lane="exposed")) / len(_ranks(rows))
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
     title = f"{label(record)}: {_exposed_words(split, rows)}"

@@ -19,7 +19,7 @@ MOST_LINES = 20
 
 
 def snapshot_page(devices: Mapping[str, DeviceMemory], data: Mapping[str, Any]) -> str:
-    """The page of devices by their names; `data` is what `--json` writes, and goes into the page too."""
+    """Return the page of devices by their names; `data` is what `--json` writes, and goes into the page too."""
     from plotly.offline import get_plotlyjs
 
     with on_page(_WIDTH):
@@ -38,7 +38,10 @@ def snapshot_page(devices: Mapping[str, DeviceMemory], data: Mapping[str, Any]) 
 
 
 def _device(name: str, memory: DeviceMemory, named: bool) -> Markup:
-    """One device: its sentence, its peak, its tables and its timeline; `named` where the page has others, too."""
+    """Return the part of one device: its sentence, its peak, its tables and its timeline.
+
+    It is `named` where the page has others, too.
+    """
     answer = rendered(
         "answer.html",
         sentence=f"{name}: {memory.sentence}" if named else memory.sentence,
@@ -56,7 +59,7 @@ CATEGORY_HEADINGS = ("category", "bytes", "share")
 
 
 def line_rows(memory: DeviceMemory, most: int = MOST_LINES) -> list[Sequence[str]]:
-    """Rows of the lines that hold most at the peak; the last one has the others together."""
+    """Return rows of the lines that hold most at the peak; the last one has the others together."""
     rows = [_row(line.where, line.nbytes, line.count, memory) for line in memory.alive[:most]]
     others = memory.alive[most:]
     if others:
@@ -70,7 +73,7 @@ def _row(where: str, nbytes: int, count: int, memory: DeviceMemory) -> Sequence[
 
 
 def category_rows(memory: DeviceMemory) -> list[Sequence[str]]:
-    """Rows of the categories that the stacks tell."""
+    """Return rows of the categories that the stacks tell."""
     return [(name, size(nbytes), _share(nbytes, memory)) for name, nbytes in memory.by_category.items()]
 
 

@@ -164,10 +164,12 @@ class UnitBuffers(PlannedMemory):
         self._collected: dict[str, Held] = {}
         self._handed_to_optimizer: list[Held] = []
 
-        at_rest = _layout(tuple((each.name, each.shape, each.rests) for each in parameters), shards, SHARDS_ALIGNED)
-        in_compute = tuple((each.name, each.shape, each.computes) for each in parameters)
-        self._gathered = _layout(in_compute, shards, WHOLE_ALIGNED if shards == 1 else 0)
-        self._wire = _layout(tuple((each.name, each.shape, self._reduced) for each in trained), shards, 0)
+        resting = tuple((stored.name, stored.shape, stored.rests) for stored in parameters)
+        computing = tuple((stored.name, stored.shape, stored.computes) for stored in parameters)
+        reducing = tuple((stored.name, stored.shape, self._reduced) for stored in trained)
+        at_rest = _layout(resting, shards, SHARDS_ALIGNED)
+        self._gathered = _layout(computing, shards, WHOLE_ALIGNED if shards == 1 else 0)
+        self._wire = _layout(reducing, shards, 0)
         same_bytes = self._gathered.slots == at_rest.slots and self._gathered.shard_bytes == at_rest.shard_bytes
         self._peers_read_shards = same_bytes and not sharing.casts and not sharing.aliased
         self._sizes = self._sizes_of_buffers()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.core.predictions import calibration_of
+from fsdplab.teaching.core.predictions import FILE, calibration_of
 from fsdplab.teaching.core.workspace import Workspace
 
 from .course import CourseError
@@ -16,11 +16,15 @@ from .course import CourseError
 
 @dataclass(frozen=True)
 class Learner:
-    """One learner: exercises passed, by notebook; failed tries at exercises not yet passed; scored predictions."""
+    """One learner: exercises passed and predictions made, by notebook; failed tries at exercises not yet passed.
+
+    `predictions` were scored, and `within_two` of these were right within a factor of two.
+    """
 
     name: str
     passed: dict[str, int]
     stuck: tuple[str, ...]
+    predicted: dict[str, int]
     predictions: int
     within_two: int
     begun: bool  # whether anything was checked or predicted
@@ -83,9 +87,14 @@ def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Lea
                 passed[notebook] += 1
             elif tries >= 3:
                 stuck.append(f"{id} ({tries})")
+    predicted = dict.fromkeys(asked, 0)
+    for id, prediction in workspace.read(FILE).items():
+        notebook, _, _ = id.partition(".")
+        if prediction["by_learner"]:
+            predicted[notebook] = predicted.get(notebook, 0) + 1
     calibration = calibration_of(workspace)
-    begun = bool(workspace.read("progress.json") or workspace.read("predictions.json"))
-    return Learner(name, passed, tuple(stuck), len(calibration.scores), calibration.within_two, begun)
+    begun = bool(workspace.read("progress.json") or workspace.read(FILE))
+    return Learner(name, passed, tuple(stuck), predicted, len(calibration.scores), calibration.within_two, begun)
 
 
 def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[str]:
@@ -97,7 +106,7 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
     names = ["learner", *(learner.name for learner in learners)]
     width = max(map(len, names))
     columns = "".join(f"{notebook:>6}" for notebook in begun)
-    lines = [f"{'learner':<{width}}{columns}  predictions  stuck at (failed tries)"]
+    lines = [f"{'learner':<{width}}{columns}  {'predictions':<20}  stuck at (failed tries)"]
 
     done_by = dict.fromkeys(begun, 0)  # learners who have passed all of a notebook
     for learner in learners:
@@ -108,9 +117,10 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
             if passed == of:
                 done_by[notebook] += 1
         guesses = "none" if learner.begun else "not begun"
-        if learner.predictions:
-            guesses = f"{learner.within_two} of {learner.predictions} near"
-        line = f"{learner.name:<{width}}{cells}  {guesses:<11}  {', '.join(learner.stuck)}"
+        made = sum(learner.predicted.values())
+        if made:
+            guesses = f"{made} made, {learner.within_two} of {learner.predictions} near"
+        line = f"{learner.name:<{width}}{cells}  {guesses:<20}  {', '.join(learner.stuck)}"
         lines.append(line.rstrip())
 
     done = "".join(f"{count:>6}" for count in done_by.values())
@@ -119,6 +129,6 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
 
 
 def _has_begun(learner: Learner, notebook: str) -> bool:
-    """Return whether a learner has passed an exercise of a notebook, or is stuck at one."""
+    """Return whether a learner has passed an exercise of a notebook, is stuck at one, or has predicted something."""
     is_stuck = any(exercise.startswith(notebook) for exercise in learner.stuck)
-    return bool(learner.passed[notebook]) or is_stuck
+    return is_stuck or bool(learner.passed[notebook] or learner.predicted[notebook])

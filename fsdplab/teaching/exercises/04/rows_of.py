@@ -10,7 +10,7 @@ Write rows_of(rows, rank, n): the rows [start, stop) that a rank owns, in blocks
 
 
 def rows_of(rows, rank, n):
-    """The rows [start, stop) that `rank` owns: blocks of ceil(rows / n), the last ones short or empty."""
+    """The rows [start, stop) of `rank`: blocks of ceil(rows / n), the last ones short or empty."""
     ### BEGIN SOLUTION
     size = -(-rows // n)  # rounded up
     return min(rank * size, rows), min((rank + 1) * size, rows)

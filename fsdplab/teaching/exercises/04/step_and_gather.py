@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def step_and_gather(pairs, optimizer):
-    """Update this rank's rows, then bring every rank's into the parameters; pairs: (parameter, mine)."""
+    """Update this rank's rows, then bring all ranks' into the parameters; pairs: (parameter, mine)."""
     ### BEGIN SOLUTION  one step, then an all_gather into every parameter
     optimizer.step()
     for parameter, mine in pairs:

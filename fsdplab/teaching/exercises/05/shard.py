@@ -14,7 +14,7 @@ import torch
 
 
 def shard(whole, rank, n):
-    """`rank`'s rows of `whole` [rows, ...], then zero rows up to c = ceil(rows / n): [c, ...], a copy."""
+    """`rank`'s rows of `whole` [rows, ...], zero rows up to c = ceil(rows / n): [c, ...], a copy."""
     c = -(-len(whole) // n)  # rounds up
     ### BEGIN SOLUTION
     mine = whole.new_zeros(c, *whole.shape[1:])

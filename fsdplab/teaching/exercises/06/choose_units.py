@@ -11,7 +11,7 @@ Choose units for gpt-20m so that at most 6.5 MB are unsharded at any moment, wit
 
 def choose_units(name, module):
     """True where `module`, called `name` in the model, is to be a unit of its own."""
-    ### BEGIN SOLUTION  name is such as "blocks.3.feed_forward.up", type(module).__name__ such as "GPTBlock" or "Linear"
+    ### BEGIN SOLUTION  name: such as "blocks.3.feed_forward.up"; type(module).__name__: "GPTBlock", "Linear", ...
     return name.endswith((".attention", ".feed_forward"))
     ### END SOLUTION
 

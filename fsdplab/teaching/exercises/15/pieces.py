@@ -16,7 +16,7 @@ def span(rows, rank, ranks):
 
 
 def pieces(rows, saved, rank, ranks):
-    """What a rank reads of the files of `saved` ranks: [(saved rank, first row of its file, end), ...]."""
+    """What a rank reads of the files of `saved` ranks: [(saved rank, first row in its file, end)]."""
     begin, end = span(rows, rank, ranks)
     found = []
     ### BEGIN SOLUTION  for each saved rank: what of its rows is ours?

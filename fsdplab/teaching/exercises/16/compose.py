@@ -13,7 +13,7 @@ from fsdplab.workloads.parallel import parallelize
 
 
 def compose(model, mesh):
-    """Cut `model` over mesh["tp"], shard what is left over mesh["dp"]: a unit a block, one for the rest."""
+    """Cut `model` over mesh["tp"], shard the rest over mesh["dp"]: a unit a block, then the root."""
     ### BEGIN SOLUTION
     ## ...  # four lines; the order matters
     ## return model

@@ -12,7 +12,7 @@ from math import prod
 
 
 def groups_of(rank, shape):
-    """For each axis of a row-major mesh: the ranks that differ from `rank` on that axis only, in order."""
+    """For each axis of a row-major mesh: the ranks that differ from `rank` on it only, in order."""
     groups = []
     for axis, size in enumerate(shape):
         ### BEGIN SOLUTION  how far apart are neighbours on this axis? where does the group begin?

@@ -26,7 +26,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def fully_shard(module):
-    """Shard those parameters of `module` that no earlier call has sharded, as one unit; return the module."""
+    """Shard the parameters of `module` that no earlier call has sharded, as a unit; return it."""
     ### BEGIN SOLUTION
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     places = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def back(updates, parts, owners):
-    """This rank's rows of the update of every matrix; updates: whole, of the matrices that this rank owns."""
+    """This rank's rows of every matrix's update; updates: of the matrices that this rank owns."""
     n = dist.get_world_size()
     ### BEGIN SOLUTION  what goes to each rank? one all_to_all_single; then the rows in the order of `parts`
     none = parts[0].new_empty(0)  # a rank that owns no matrix sends nothing

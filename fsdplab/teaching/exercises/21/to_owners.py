@@ -23,7 +23,7 @@ def packed(parts, owners, owner):
 
 
 def to_owners(parts, owners):
-    """The matrices that this rank owns, whole; parts: its rows of each matrix, as many as every rank has."""
+    """The matrices that this rank owns, whole; parts: its rows of each matrix, as many on all ranks."""
     n, rank = dist.get_world_size(), dist.get_rank()
     send = [packed(parts, owners, other) for other in range(n)]  # what goes to each rank
     ### BEGIN SOLUTION  one all_to_all_single; then each matrix from the rows of all ranks

@@ -25,12 +25,12 @@ from fsdplab.teaching.core.waiting import doing
 MODEL, FLOAT = "gpt-tiny", 4  # bytes
 
 
-def way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
+def way(kind: str, name: str, optimizer: str = "adamw", **needs: Any) -> dict[str, Any]:
     """Return one way of training, as the ranks take it.
 
     `kind` is one of `on_ranks.py`, `name` stands in tables, and `needs` is what the kind needs.
     """
-    return {"kind": kind, "name": name, "optimizer": optimizer, "steps": steps, **needs}
+    return {"kind": kind, "name": name, "optimizer": optimizer, **needs}
 
 
 @doing("training the tiny GPT in several ways, and the twin beside each")
@@ -72,7 +72,6 @@ class Run:
     twin_losses: Sequence[float]
     differing: Sequence[str]
     largest: float
-    apart: float
     calls: Sequence[Call]
     calls_in_backward: int
     lab: tuple[int, int]  # collectives and bytes that the lab's own ledger counted; zeros for other ways

@@ -1,7 +1,7 @@
 """The part of lessons 03 and 04 that runs on the ranks: train a GPT in several ways, and beside its unsharded twin.
 
 `train` takes real text and a real GPT through the ways one after the other on the same ranks, from the same weights. A
-way is a model, its optimizer, and what happens after backward: `alone` sends nothing, `hook` and `finish` are data
+way is a model, its optimizer, and what happens after backward: `hook` and `finish` are data
 parallelism with the learner's functions, `zero1` and `zero2` shard with them; `ddp` and `lab` are torch's
 DistributedDataParallel and this package's engine, as users call them.
 """
@@ -175,13 +175,7 @@ def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
     return reduce_rows
 
 
-BY_HAND: dict[str, Callable[[Trainer, Way], None]] = {
-    "alone": lambda trainer, way: None,
-    "hook": hook,
-    "finish": finish,
-    "zero1": zero1,
-    "zero2": zero2,
-}
+BY_HAND: dict[str, Callable[[Trainer, Way], None]] = {"hook": hook, "finish": finish, "zero1": zero1, "zero2": zero2}
 LIBRARIES: dict[str, Callable[[nn.Module, Way], nn.Module]] = {
     "ddp": lambda model, way: DistributedDataParallel(model),
     "lab": lambda model, way: shard_model(model, way["strategy"]),
@@ -248,7 +242,7 @@ def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -
     log = WireLog()
     trainer = trainer_of(model, way, log)
     with log:
-        for step in range(way["steps"] or steps):
+        for step in range(steps):
             trainer.begin()
             with collectives() as of_the_lab:
                 loss = loss_of(trainer.model, *batch(text, step, dist.get_rank()))
@@ -280,26 +274,14 @@ def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -
 
 
 def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:
-    """Return the parameters that differ from the twin's in any bit, by how much, and the difference between ranks."""
-    differing, distances, spreads = [], [], []
+    """Return the parameters that differ from the twin's in any bit, and by how much."""
+    differing, distances = [], []
     for name, twin_parameter in twin.named_parameters():
         value, right = parameters[name], twin_parameter.detach()
         if not torch.equal(value, right):
             differing.append(name)
         distances.append(float((value - right).abs().max()))
-        spreads.append(_spread(value))
-    return {"differing": differing, "largest": max(distances), "apart": max(spreads)}
-
-
-def _spread(value: Tensor) -> float:
-    """Return the largest difference between this tensor's values on any two ranks.
-
-    All ranks call this: the largest and the smallest value of each element are reduced over them.
-    """
-    high, low = value.clone(), value.clone()
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    return float((high - low).max())
+    return {"differing": differing, "largest": max(distances)}
 
 
 def _twin(model: nn.Module, text: ByteText, steps: int, optimizer: str) -> Twin:

@@ -1,4 +1,4 @@
-"""The part of lesson 01 that runs on the ranks: compose collectives, compare bits, time them.
+"""The part of lesson 01 that runs on the ranks: compose collectives, count and time them.
 
 `reduce_scatter` here is the lab's own: an all-to-all, then each rank sums its block in rank order. gloo's own moves
 twice the bytes (it is a whole all-reduce inside), which `timed` shows.
@@ -36,17 +36,6 @@ def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
         "all_gather": whole.tolist(),
         "all_reduce": at_once.tolist(),
     }
-
-
-def compose(payload: dict[str, Any]) -> dict[str, Any]:
-    """Compare reduce-scatter + all-gather with all-reduce, bit by bit, on random floats of this rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    start = torch.randn(payload["elements"], generator=generator)
-    in_two = all_gather(reduce_scatter(start))
-    at_once = start.clone()
-    dist.all_reduce(at_once)
-    differs = in_two.view(torch.int32) != at_once.view(torch.int32)  # the bits, not the numbers
-    return {"differing_bits_in": int(differs.sum()), "largest": float((in_two - at_once).abs().max())}
 
 
 def sent(payload: dict[str, Any]) -> list[int]:

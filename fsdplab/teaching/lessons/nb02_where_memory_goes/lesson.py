@@ -143,9 +143,10 @@ def _instants(job: RunSpec | PlanSpec, notable: bool = False) -> list[tuple[str,
 
     The planner is linear in the batch, so that plans of one and of two sequences give both numbers.
     """
-    spec, framework_bytes = job, 0
     if isinstance(job, RunSpec):
         spec, framework_bytes = planned(job), FRAMEWORK_BYTES
+    else:
+        spec, framework_bytes = job, 0
     with_one = memory_of(replace(spec, micro_batch=1)).moments
     with_two = memory_of(replace(spec, micro_batch=2)).moments
     found = []

@@ -15,23 +15,10 @@ from fsdplab.common.words import plural
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
-from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.functions_in_use import owner
-from fsdplab.teaching.lessons.by_hand.lesson import MODEL, Faulty, Runs, trained, way
+from fsdplab.teaching.lessons.by_hand.lesson import Faulty, Runs, trained, way
 from fsdplab.teaching.lessons.by_hand.lesson import bucket_figure as bucket_figure
 from fsdplab.workloads import build_model
-
-
-def drift(steps: int = 6, world_size: int = 2) -> Table:
-    """Train without any message between ranks: how far apart are the ranks' parameters after 1 step, and after all?"""
-    runs = trained([way("alone", "1 step", steps=1), way("alone", f"{steps} steps")], steps, world_size)
-    rows = []
-    for run in runs:
-        last_losses = [f"{losses[-1]:.4f}" for losses in run.losses_by_rank]
-        rows.append([run.name, *last_losses, f"{run.apart:.4f}"])
-    losses = [f"loss on rank {rank}" for rank in range(world_size)]
-    header = ["after", *losses, "largest difference of a parameter between ranks"]
-    return table(header, rows, f"Measured on {world_size} real ranks: {MODEL}, AdamW, nothing is sent.")
 
 
 def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int = 2) -> Faulty:

@@ -395,20 +395,6 @@ def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
     return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing unsharded ahead.")
 
 
-def largest_modules(model: str = "gpt-20m") -> Table:
-    """Return the modules of one block and of the root with their sizes: what can be a unit."""
-    built = build_model(model, device="meta")
-    rows = []
-    for name, module in built.named_modules():
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        is_of_block = name.startswith("blocks.0")
-        is_of_root = "." not in name and name not in ("", "blocks")
-        if parameters and (is_of_block or is_of_root):
-            rows.append([name, type(module).__name__, size(FLOAT * parameters)])
-    caption = f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them."
-    return table(["name", "class", "unsharded"], rows, caption)
-
-
 def choices_figure(
     model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
 ) -> go.Figure:

@@ -6,7 +6,7 @@ step began.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -95,15 +95,6 @@ def life_of(record: RunRecord, rank: int = 0) -> list[Row]:
             }
         )
     return sorted(rows, key=lambda row: row["time_ns"])
-
-
-def state_at(life: Sequence[Row], at: int) -> dict[str, str]:
-    """Return every unit's newest state at an instant."""
-    states = {}
-    for row in sorted(life, key=lambda row: row["time_ns"]):
-        if row["time_ns"] <= at:
-            states[row["unit"]] = row["state"]
-    return states
 
 
 def unit_bytes(record: RunRecord) -> dict[str, int]:

@@ -16,7 +16,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
 from fsdplab.sessions import RunSpec, run
-from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads.shapes import preset
 
@@ -38,31 +38,9 @@ def finding(number: str) -> Finding:
     return claim_of(number).find(measured())
 
 
-def statements(*numbers: str) -> Table:
-    """Return statements as they are made, without a verdict."""
-    rows = [[number, claim_of(number).statement] for number in numbers]
-    return table(["", "statement"], rows)
-
-
-def judged(subject: str) -> Table:
-    """Return the statements of a subject (memory, traffic, speed, practice), each with its verdict and the figures."""
-    rows = []
-    for claim in SUBJECTS[subject].CLAIMS:
-        judgement = finding(claim.id)
-        notebook = claim.seen_in[:2]
-        rows.append([claim.id, claim.statement, judgement.verdict, judgement.text, claim.origin, notebook])
-    return table(["", "statement", "verdict", "because", "figures", "see"], rows)
-
-
 def count(verdict: str) -> int:
     """Return how many of the statements have this verdict."""
     return sum(finding(claim.id).verdict == verdict for claim in CLAIMS)
-
-
-def about() -> Note:
-    """Return how the measured figures were made."""
-    by = measured()["made_by"]
-    return Note((f"{len(CLAIMS)} statements. Measured with torch {by['torch']}, {by['ranks']}, by", by["command"]))
 
 
 def verdicts_figure() -> go.Figure:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from fsdplab.common.names import STRATEGIES
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import size
 from fsdplab.figures import lines
@@ -62,26 +61,6 @@ def fewest(gpu: str) -> int:
     return plan.spec.gpus
 
 
-def strategies(gpus: int, gpu: str = "h100") -> Table:
-    """Return every strategy on so many GPUs with one sequence a rank: memory, speed, exposed share."""
-    rows = []
-    for name in STRATEGIES:
-        planned = ordered(gpu, gpus=gpus, strategy=name, checkpointing="selective")
-        time = planned.time
-        assert time is not None, "the lesson's cards have known FLOP/s"
-        in_use = f"{planned.memory.peak.total / 1e9:,.1f}"
-        reserved_gb = f"{reserved(planned) / 1e9:,.1f}"
-        speed = ["does not fit", "-", "-"]
-        if roomy(planned):
-            exposed = f"{time.exposed_s / time.step_s:.1%}"
-            speed = [f"{planned.tokens_per_s_per_gpu:,.0f}", exposed, f"{planned.mfu:.0%}"]
-        rows.append([name, in_use, reserved_gb, *speed])
-    card = plan_spec(MODEL, gpu).gpu.memory_bytes
-    job = f"{gpus} GPUs, cards of {size(card)}, sequences of {SEQUENCE:,} tokens, selective checkpointing"
-    header = ["strategy", "in use, GB", "reserved, GB", "tokens/s a GPU", "exposed", "MFU"]
-    return table(header, rows, f"Predicted: {job}.")
-
-
 # ---- time and money
 
 
@@ -111,12 +90,6 @@ def ladder(gpu: str, tokens: float = TOKENS) -> dict[int, tuple[float, float]]:
         if plan is not None:
             steps[gpus] = (days(plan, tokens), dollars(plan, gpu, tokens))
     return steps
-
-
-def bill_factor(gpu: str = "h100", few: int = 64, many: int = 512) -> float:
-    """Return the bill on `many` GPUs over that on `few`."""
-    steps = ladder(gpu)
-    return steps[many][1] / steps[few][1]
 
 
 def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
