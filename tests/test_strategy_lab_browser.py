@@ -47,7 +47,7 @@ COVERED = """() => {
 # What of the instrument lies outside the part of the notebook that is seen, and texts of it that others cover.
 OUTSIDE = """() => {
   const place = document.querySelector(".jp-WindowedPanel-outer").getBoundingClientRect();
-  const parts = [...document.querySelectorAll(".fl-instrument, .fl-instrument button, .fl-instrument input, .fl-instrument text, .fl-instrument p")];
+  const parts = [...document.querySelectorAll(".fl-instrument, .fl-instrument button, .fl-instrument input, .fl-instrument text, .fl-instrument p")].filter(e => e.checkVisibility());
   return parts.map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, r]) => r.width && (r.left < place.left || r.right > place.right + 1 || r.top < place.top - 1 || r.bottom > place.bottom + 1)).map(([t, r]) => [t.slice(0, 40), r.left, r.top, r.right, r.bottom]);
 }"""
 MET = """() => {
