@@ -122,24 +122,16 @@ function placesOf(answer, offers, width) {
     const panel = (width - NAMES - GAP) / 2, left = [NAMES, NAMES + panel + GAP], bottom = TITLE + count * ROW;
     const keys = [[0, left[1] - GAP], [left[1], width - left[1]]].map(([from, room]) => [from, room, bottom + AXIS + 12]);
     const high = Math.max(2 * LEGEND, ...all.map((list, which) => legend(list, ...keys[which]).height));
-<<<<<<< HEAD
-    return { narrow: false, left, room: panel - Math.max(140, 0.17 * width), titles: panel, tops: [0, 0], bottoms: [bottom, bottom], pitch: ROW, first: 4, keys, height: bottom + AXIS + 10 + high };
-  }
-  const pitch = ROW + LINE, high = TITLE + count * pitch, second = high + AXIS + 8 + legend(all[0], 0, width, 0).height;
-  const tops = [0, second], bottoms = tops.map((top) => top + high), keys = bottoms.map((bottom) => [0, width, bottom + AXIS + 10]);
-  return { narrow: true, left: [0, 0], room: width - 2, titles: width, tops, bottoms, pitch, first: LINE + 4, keys, height: bottoms[1] + AXIS + 8 + legend(all[1], ...keys[1]).height };
-=======
     return { narrow: false, left, panel, room: panel - Math.max(140, 0.17 * width), tops: [0, 0], bottoms: [bottom, bottom], pitch: ROW, first: 4, keys, height: bottom + AXIS + 10 + high };
   }
   const pitch = ROW + LINE, high = TITLE + count * pitch, second = high + AXIS + 8 + legend(all[0], 0, width, 0).height;
   const tops = [0, second], bottoms = tops.map((top) => top + high), keys = bottoms.map((bottom) => [0, width, bottom + AXIS + 10]);
   return { narrow: true, left: [0, 0], panel: width, room: width - 2, tops, bottoms, pitch, first: LINE + 4, keys, height: bottoms[1] + AXIS + 8 + legend(all[1], ...keys[1]).height };
->>>>>>> live
 }
 const stepKeys = (offers) => [...offers.step, ["measured", "fl-measured"]].filter(([name]) => offers.measures || name !== "measured");
 
 function bars(answer, offers, places, tips) {
-  const { narrow, left, room, tops, bottoms, pitch } = places, rows = answer.rows;
+  const { narrow, left, panel, room, tops, bottoms, pitch } = places, rows = answer.rows;
   const ends = (row, which) => row.bands[which]?.ends ?? [0];
   const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0, ...ends(row, 0)]);
   const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0, ...ends(row, 1)]);
@@ -148,12 +140,8 @@ function bars(answer, offers, places, tips) {
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const out = [];
-<<<<<<< HEAD
-  for (const [which, text] of [answer.memory_title, answer.step_title].entries()) out.push(title(left[which], tops[which] + 14, places.titles, text));
-=======
   for (const [which, text] of [answer.memory_title, answer.step_title].entries())
     out.push(title(left[which], tops[which] + 14, panel, text));
->>>>>>> live
   const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
   const known = [peaks.some(Boolean), times.some(Boolean)];
@@ -200,14 +188,9 @@ function bars(answer, offers, places, tips) {
         out.push(`<text class="fl-label${look}" text-anchor="end" x="${left[which] + room}" y="${line - LINE}">${rest}<tspan>${escape(first)}</tspan></text>`);
         continue;
       }
-<<<<<<< HEAD
-      const end = left[which] + room + 12, start = missing ? left[which] : end, beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
-      out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${start}" y="${below ? line - 5 : line}">${escape(first)}${beside}</text>`);
-=======
       const end = left[which] + room + 12, beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
       const at = missing ? left[which] : end;
       out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${at}" y="${below ? line - 5 : line}">${escape(first)}${beside}</text>`);
->>>>>>> live
       if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${line + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
@@ -362,7 +345,7 @@ function render({ model, el }) {
   const changes = element("div", { class: "fl-changes" }), copyText = element("pre", {}), forms = element("div", { class: "fl-group", role: "group", "aria-label": "Copy as" });
   const copied = element("button", { type: "button", class: "fl-go", onclick: () => navigator.clipboard?.writeText(copyText.textContent).then(() => { copied.textContent = "Copied"; }) }, "Copy");
   const folds = [folded("What would change if", changes), folded("Copy as", element("div", { class: "fl-line" }, forms, copied), copyText)];
-  let form = null, focusWaits = false;
+  let form = null;
   const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
   const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
   const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
@@ -404,13 +387,9 @@ function render({ model, el }) {
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
     measure.title = presetOf().measured ? offers.measures ? "train these runs on this machine" : "say where runs can be measured" : "these GPUs are not here: their runs are simulated and cannot be measured";
     cancel.disabled = !now.cancels;
-    // A disabled button loses the focus: it goes to the one that can be pressed next, after Cancel when the ranks have ended.
+    // a disabled button loses the focus: it goes to the one that can be pressed next
     if (had === measure && measure.disabled) cancel.focus();
-    if (had === cancel && cancel.disabled) focusWaits = true;
-    if (focusWaits && !measure.disabled) {
-      focusWaits = false;
-      if ([cancel, document.body, null].includes(document.activeElement)) measure.focus();
-    }
+    if (had === cancel && cancel.disabled) measure.focus();
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
     say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
