@@ -77,15 +77,12 @@ class LateRank:
 
 @dataclass(frozen=True)
 class _Peers:
-    """Ranks that take part in the same collectives, and these collectives in time order.
-
-    `times` is steps x collectives x ranks, in ns since the first arrival of the step; `own` are the ranks' own delays.
-    """
+    """Ranks that take part in the same collectives, and these collectives in time order."""
 
     ranks: tuple[int, ...]
-    phases: tuple[str, ...]
-    times: Array
-    own: Array
+    phases: tuple[str, ...]  # of each collective
+    times: Array  # steps x collectives x ranks, in ns since the first arrival of the step
+    own: Array  # the ranks' own delays, of the same shape
 
 
 def late_rank(arrivals: Arrivals, step_ns: float, own_clock: Arrivals | None = None) -> LateRank | None:
@@ -125,6 +122,8 @@ def _late(peers: _Peers, candidates: int, step_ns: float, waiting: float) -> Lat
     index, p_value = verdict(own, step_ns, candidates)
     if p_value > CHANCE:
         return None
+
+    # its figures, of the phase in which it is late
     phase = _phase(peers.phases, np.median(own[..., index], axis=0))
     in_phase = np.array([phase in ("", of_collective) for of_collective in peers.phases])
     late = lateness(peers.times)[:, in_phase]
@@ -181,6 +180,7 @@ def _peers(arrivals: Arrivals, own_clock: Arrivals | None) -> Iterator[_Peers]:
         ranks = tuple(sorted(of_steps[0]))
         if len(ranks) > 1 and all(times.keys() == of_steps[0].keys() for times in of_steps):
             by_ranks[ranks].append((name, _since(of_steps, ranks, begins)))
+
     for ranks, columns in by_ranks.items():
         columns.sort(key=lambda column: column[1].max(axis=-1).mean())  # in order of time
         names = [name for name, _ in columns]

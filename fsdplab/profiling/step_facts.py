@@ -68,18 +68,17 @@ class Activity:
 class StepFacts:
     """One record's profiled steps, means of the rank that is exposed longest, in seconds of a step.
 
-    `scale` is by how much exposed time was reduced to what timed steps allow; `cells` are reduced already. `compute_s`,
-    `own_s` (all but communication) and `loading` (until the step's data was there) are by rank and step, as profiled.
+    What is by rank and step is as profiled.
     """
 
     record: RunRecord
     worst: StepSummary
-    scale: float
+    scale: float  # by how much exposed time was reduced to what timed steps allow
     step_s: float
-    cells: Sequence[ExposedCell]
+    cells: Sequence[ExposedCell]  # reduced already
     compute_s: ByRankAndStep
-    own_s: ByRankAndStep
-    loading: ByRankAndStep
+    own_s: ByRankAndStep  # all but exposed communication
+    loading: ByRankAndStep  # until the step's data was there
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -363,7 +362,10 @@ class Claim:
 
 
 class Unclaimed:
-    """The exposed seconds of a step that no finding has claimed yet, by part (`PARTS_OF_EXPOSED`) and collective."""
+    """The exposed seconds of a step that no finding has claimed yet, by part (`PARTS_OF_EXPOSED`) and collective.
+
+    Of two collectives that wait 30 and 10 ms, a claim of at most 20 ms takes 15 and 5, and leaves 15 and 5.
+    """
 
     def __init__(self, cells: Sequence[ExposedCell]) -> None:
         self._cells = cells
@@ -380,7 +382,7 @@ class Unclaimed:
 
     def claim(self, part: str, which: Callable[[ExposedCell], bool] = lambda cell: True, at_most: float = inf) -> Claim:
         """Claim at most so many seconds of one part of some collectives, of each the same share."""
-        left = self._left[part]
+        left = self._left[part]  # of each cell, in their order
         claimable = [index for index, cell in enumerate(self._cells) if which(cell) and left[index] > 0]
         total = sum(left[index] for index in claimable)
         if not total:

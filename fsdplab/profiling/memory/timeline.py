@@ -244,19 +244,18 @@ class AllocatorEvent:
 class Blocks:
     """The blocks in the order of their allocations: n of them, over m events after the beginning.
 
-    `pointer`, `nbytes`, `born` and `died` are int64[n]. Of these the last two are moments, which index `times`,
-    int64[m + 2]: LONG_AGO, the time of each event, NEVER. `totals` are the m + 1 sums of bytes after each but the last.
+    A moment is a position in `times`: 0 is the beginning, m + 1 is never.
     """
 
-    allocations: list[AllocatorEvent]
-    pointer: np.ndarray
-    nbytes: np.ndarray
-    born: np.ndarray
-    died: np.ndarray
-    times: np.ndarray
-    totals: list[int]
-    unknown_frees: int
-    unseen_frees: int
+    allocations: list[AllocatorEvent]  # n
+    pointer: np.ndarray  # int64[n]
+    nbytes: np.ndarray  # int64[n]
+    born: np.ndarray  # int64[n], the moment of each allocation
+    died: np.ndarray  # int64[n], the moment of its free
+    times: np.ndarray  # int64[m + 2]: LONG_AGO, the time of each event, NEVER
+    totals: list[int]  # m + 1 sums of bytes after each moment but the last
+    unknown_frees: int  # of an address where nothing lived
+    unseen_frees: int  # of blocks that another one was put over
 
 
 def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
@@ -270,6 +269,7 @@ def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
     moments = [(storage.gone_ns, storage) for storage in baseline if storage.gone_ns != NEVER]
     moments += [(event.time_ns, event) for event in events if event.time_ns > LONG_AGO]
     moments.sort(key=lambda moment: moment[0])
+
     heap = _Heap(baseline)
     totals = [heap.live_bytes]
     for moment, (_, event) in enumerate(moments, start=1):
@@ -328,10 +328,12 @@ class _Heap:
 
     def __init__(self, baseline: Iterable[AllocatorEvent]) -> None:
         self.allocations: list[AllocatorEvent] = []
-        self.born: list[int] = []
-        self.died: dict[int, int] = {}
-        self.live_bytes = self.unknown_frees = self.unseen_frees = 0
-        self._at: dict[int, int] = {}
+        self.born: list[int] = []  # of each allocation its moment
+        self.died: dict[int, int] = {}  # by the index of an allocation: the moment of its free
+        self.live_bytes = 0
+        self.unknown_frees = 0
+        self.unseen_frees = 0
+        self._at: dict[int, int] = {}  # start address -> index of the block that lives there
         self._starts: list[int] = []  # the keys of `_at`, sorted
         for storage in baseline:
             self._put(storage, 0)
@@ -364,6 +366,7 @@ class _Heap:
         self.live_bytes += new.nbytes
 
     def _free(self, start: int, moment: int) -> None:
+        """End the block that lives at an address."""
         index = self._at.pop(start)
         del self._starts[bisect_left(self._starts, start)]
         self.died[index] = moment

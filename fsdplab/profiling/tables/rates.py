@@ -187,6 +187,7 @@ def _ratio(value: float | None, by: float | None) -> float | None:
 
 
 def _notes(peak: DevicePeak) -> tuple[str, ...]:
+    """Who says what the peak is."""
     return (f"The peak: {peak.source}.",) if peak.source else ()
 
 
@@ -255,10 +256,13 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
 
 
 def _key_of_shape(work: Work, counts: Counted, place: int) -> tuple[str, str, str]:
+    """What tells rows apart: the operator (the kernel where no operator is known), its shapes and its number format."""
     element = int(counts.elements[place])
-    kernel = _name_of(work, int(work.rows[element]))
     shapes = work.shapes[element]
-    return _operator_name(work, element) or short(kernel), shapes, counts.formats[place] or number_format(shapes)
+    name = _operator_name(work, element)
+    if not name:
+        name = short(_name_of(work, int(work.rows[element])))
+    return name, shapes, counts.formats[place] or number_format(shapes)
 
 
 def _bound(row: Row, peak: DevicePeak) -> str:
@@ -273,6 +277,7 @@ def _bound(row: Row, peak: DevicePeak) -> str:
 
 
 def _of_shapes(rows: Sequence[Row]) -> str:
+    """The operator and shape that takes longest, and at which rate."""
     if not rows:
         return "Nothing was computed in the profiled steps."
     if not any(row["shapes"] for row in rows):
@@ -363,6 +368,7 @@ def _way(name: str) -> tuple[str, str]:
 
 
 def _copy_row(direction: str, memory: str, count: float, nbytes: float, time_ns: float) -> Row:
+    """A row of the table of copies, of a step."""
     knows_bytes = nbytes == nbytes  # not NaN
     return {
         "direction": direction,
@@ -375,6 +381,7 @@ def _copy_row(direction: str, memory: str, count: float, nbytes: float, time_ns:
 
 
 def _of_copies(rows: Sequence[Row]) -> str:
+    """The direction in which copying takes longest."""
     if not rows:
         return "Nothing was copied in the profiled steps."
     most = rows[0]

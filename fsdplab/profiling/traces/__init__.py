@@ -1,1 +1,1 @@
-"""Traces of PyTorch's profiler: from the file to overlapped and exposed time; begin in overlap.py."""
+"""Traces of PyTorch's profiler: from the file to overlapped and exposed time; begin with account.py and overlap.py."""

@@ -48,13 +48,14 @@ def clocks_of(meetings: Iterable[Sequence[Row]]) -> dict[int, Clock]:
     Ranks 0 and 1 that end three collectives at 5, 15, 25 and at 75, 85, 95 ms: the clock of rank 1 is 70 ms ahead.
     """
     connected: dict[int, dict[int, Clock]] = {}  # of each rank its whole component
-    for edge in sorted(_edges(meetings)):
+    for edge in sorted(_edges(meetings)):  # the best first: ranks that are connected already need no worse one
         here = connected.setdefault(edge.first, {edge.first: Clock()})
         there = connected.setdefault(edge.second, {edge.second: Clock()})
         if here is there:
             continue
         ahead = here[edge.first].ahead_ns + edge.ahead - there[edge.second].ahead_ns
         error = math.hypot(edge.error, here[edge.first].error_ns, there[edge.second].error_ns)
+        # all of the second component moves into the first
         for rank, clock in there.items():
             here[rank] = Clock(round(clock.ahead_ns + ahead), round(math.hypot(clock.error_ns, error)))
             connected[rank] = here

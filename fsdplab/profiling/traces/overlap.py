@@ -76,10 +76,7 @@ def _text(entry: Any, key: str) -> str:
 @dataclass(frozen=True)
 class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
-    collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
-    part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data,
-    on a GPU as far as the device did nothing meanwhile. `activities`: what `host_reads` counts. `computing`: when the
-    step computed, sorted and disjoint.
+    collectives that began in it: one that ends in the next step is listed once, and is exposed in both.
     """
 
     step: int
@@ -87,10 +84,10 @@ class StepAnalysis:
     timeline: tuple[Row, ...]
     exposed: tuple[Row, ...]
     collectives: tuple[Row, ...]
-    idle: Row = field(default_factory=dict)
-    loading_ns: int = 0
-    activities: tuple[Row, ...] = ()
-    computing: Intervals = field(default_factory=lambda: EMPTY, compare=False)
+    idle: Row = field(default_factory=dict)  # the part "other" by cause, a row of the record's table of that name
+    loading_ns: int = 0  # until the host had the step's data, on a GPU as far as the device did nothing meanwhile
+    activities: tuple[Row, ...] = ()  # what `host_reads` counts
+    computing: Intervals = field(default_factory=lambda: EMPTY, compare=False)  # when it computed, sorted and disjoint
 
     @property
     def overlap(self) -> float | None:
@@ -102,27 +99,21 @@ class StepAnalysis:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
-    `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
-    allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
-    which is taken from all times here already. `odd`: sentences on events that were left out. `process`: which process
-    of which host was profiled; `devices`: which devices it drove, `only_device`: the one that was looked at, if not
-    all.
-    """
+    """All steps of one rank's trace, and what is known of the trace itself."""
 
     path: Path
     rank: int
-    world_size: int | None
-    device: str
+    world_size: int | None  # None where the trace does not say
+    device: str  # "cpu" or "cuda"
     steps: tuple[StepAnalysis, ...]
-    no_step: NoStep = NoStep()
-    origin: Origin = Origin()
-    allocated_peak: int | None = None
-    clock: Clock = Clock()
-    odd: tuple[str, ...] = ()
-    process: str = ""
-    devices: tuple[int, ...] = ()
-    only_device: int | None = None
+    no_step: NoStep = NoStep()  # device work outside of the steps
+    origin: Origin = Origin()  # where it was made
+    allocated_peak: int | None = None  # bytes of the device's allocator at their highest, where the trace tells
+    clock: Clock = Clock()  # by how much it was ahead of the first rank's, which is taken from all times here already
+    odd: tuple[str, ...] = ()  # sentences on events that were left out
+    process: str = ""  # which process of which host was profiled
+    devices: tuple[int, ...] = ()  # which devices it drove
+    only_device: int | None = None  # the one that was looked at, if not all
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed`, `collectives` or `activities` over all steps."""

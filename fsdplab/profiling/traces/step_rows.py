@@ -60,9 +60,11 @@ class StepRows:
 
     @property
     def _where(self) -> Row:
+        """The beginning of every row."""
         return {"rank": self.rank, "step": self.step.window.number}
 
     def _within(self, spans: Intervals) -> Intervals:
+        """What of sorted, disjoint spans lies in the step."""
         return within(spans, self.step.window.start, self.step.window.end)
 
     def breakdown(self) -> Row:
@@ -155,8 +157,10 @@ class StepRows:
         """All lanes of a step, in order of time within a lane."""
         window = self.step.window
         base = self.trace.events.base_ns
+        # what is exposed, and where the host was blocked: computing is not joined across these
         waiting = self._waiting()
         exposed, labels = self._exposed()
+
         whole = Mark("step", "", "", f"step {window.number}", window.start, window.end, False)
         communication: list[Mark] = []
         for collective in self.step.collectives:
@@ -200,12 +204,12 @@ class StepRows:
     def _compute(self, barriers: np.ndarray) -> list[Mark]:
         """Computing by the unit and phase of the host, or those that launched each kernel."""
         events = self.trace.events
-        if events.on_gpu:
+        if events.on_gpu:  # a row a kernel, before they are joined
             kernels = self.step.kernels[np.argsort(events.start[self.step.kernels], kind="stable")]
             pieces = np.clip(events.spans_of(kernels), self.step.window.start, self.step.window.end)
             launch = events.launched_by[kernels]
             begun = np.where(launch >= 0, events.start[launch], events.start[kernels])
-        else:
+        else:  # a row wherever the unit or the phase changes
             cells = self.account.cells
             segment = np.searchsorted(self.trace.segments.changes, cells.start, side="right")
             pieces, _ = cells.runs(np.where(self.account.computing, segment, -1))
@@ -232,6 +236,7 @@ class StepRows:
         collectives = self.step.collectives
         longest_first = np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")
         longest = waiting[longest_first[: _MOST["waiting"]]]
+        # a collective is looked at only where it reaches into the stretch
         reach = pairs([(collective.first, collective.last) for collective in collectives])
         marks: list[Mark] = []
         for start, end in longest.tolist():
@@ -281,7 +286,7 @@ def parts_of(sums: Sequence[int] | np.ndarray) -> dict[str, int]:
 
 
 def _held(collective: Collective, start: int, end: int) -> int:
-    """For how long a collective's pieces ran between two instants."""
+    """For how long a collective's pieces ran between two instants, those that ran at once counted each."""
     held_ns = 0
     for piece in collective.pieces:
         held_ns += max(0, min(end, piece.end) - max(start, piece.start))
@@ -336,11 +341,14 @@ def joined(
     if not len(pieces):
         return []
     starts, ends = pieces[:, 0], pieces[:, 1]
+    # where another label begins, and how long nothing ran before each piece of the same one
     numbers: dict[Any, int] = {}
     of_label = [numbers.setdefault(label, len(numbers)) for label in labels]
     is_new = np.diff(of_label, prepend=-1) != 0
     ends_before: np.ndarray = np.append(starts[:1], latest_ends(ends, np.cumsum(is_new))[:-1])
     gap = starts - ends_before
+
+    # where a barrier lies between two pieces
     passed: np.ndarray = np.asarray(np.searchsorted(barriers, starts, side="right"))
     behind_barrier = (np.diff(passed, prepend=passed[0]) != 0) & (gap > 0)
 
