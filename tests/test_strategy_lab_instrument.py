@@ -262,6 +262,11 @@ def test_a_pinned_run_keeps_its_settings_and_names_those_that_differ() -> None:
     assert "than A, full_shard (prefetch 1, 150MB/s)" in shown["difference"] and len(shown["rows"]) == 6
 
 
+def test_wrong_choices_that_were_pinned_are_passed_over() -> None:
+    shown = answer(Choices(), Look("full_shard", "zero1", pinned=Choices(card="much")), FIXED)
+    assert len(shown["rows"]) == 5 and shown["a"] == "full_shard" and "pinned" not in shown["rows"][0]
+
+
 @pytest.mark.parametrize(
     "choices,name",
     [

@@ -92,11 +92,11 @@ def sent_by_a_node(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> int:
     A ring through all GPUs of two nodes leaves each node once: what leaves it is what one rank sends, by whichever
     network card. Where each GPU has a ring with its like in the other nodes, every one of these rings leaves the node.
 
-    >>> from fsdplab.planning import plan_spec
+    >>> from fsdplab.planning.planner import plan_spec
     >>> for strategy in ("full_shard", "hybrid_shard"):
     ...     spec = plan_spec("llama-3.1-8b", "h100", gpus=16, gpus_per_node=8, strategy=strategy)
     ...     print(strategy, round(sent_by_a_node(spec, plan_traffic(spec)) / 1e9))
-    full_shard 60
+    full_shard 58
     hybrid_shard 32
     """
     per_node = min(spec.gpus, spec.gpus_per_node)

@@ -6,7 +6,7 @@ All are functions of the choices, of what is looked at, and of the records so fa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdplab.common.sizes import parse_card
@@ -162,8 +162,12 @@ def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
         return View(choices, look, fixed, {control: why_not})
     b = look.b if look.b in runs else strategies[-1]
     if look.pinned:
-        first, note = alone(look.pinned, look.a, fixed).runs[0], _differences(look.pinned, choices)
-        return View(choices, look, fixed, {}, runs, look.a, b, first, note)
+        pinned_runs = alone(look.pinned, look.a, fixed).runs
+        if pinned_runs:
+            note = _differences(look.pinned, choices)
+            return View(choices, look, fixed, {}, runs, look.a, b, pinned_runs[0], note)
+        # wrong choices were pinned, which describe no run
+        look = replace(look, pinned=None)
     a = look.a if look.a in runs else strategies[0]
     return View(choices, look, fixed, {}, runs, a, b, runs[a])
 
