@@ -235,6 +235,11 @@ def test_a_phone_shows_all_of_it(site: Path, browser: Any, tmp_path: Path) -> No
         assert lab.page.evaluate(CUT) == [] and lab.page.evaluate(COVERED) == []
         lab.press("Pin A")
     lab.page.locator("#lab summary", has_text="More").click()
+    units = lab.page.get_by_label("Units", exact=True)
+    lab.answered(lambda: units.select_option("linear"))
+    assert "not simulated in units linear" in lab.page.locator(".fl-figure").inner_text()
+    assert lab.page.evaluate(CUT) == [] and lab.page.evaluate(COVERED) == [], "reasons stand where bars would"
+    lab.answered(lambda: units.select_option("auto"))
     lab.answered(lab.page.get_by_text("What would change if").click)
     lab.page.get_by_text("Copy as").click()
     assert lab.page.locator(".fl-changes tr").count() > 5
