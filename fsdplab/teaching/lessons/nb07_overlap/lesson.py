@@ -17,7 +17,7 @@ from fsdplab.engine.core.step import Schedule
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import COLLECTIVES
-from fsdplab.figures.style import GRID, titled
+from fsdplab.figures.style import GRID, STEP_COLOURS, titled
 from fsdplab.profiling.intervals import length
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
@@ -44,7 +44,7 @@ def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
 
 # (MB/s of the link, exposed ms, ms of all communication) points by the schedule's name
 Curves = Mapping[str, list[tuple[int, float, float]]]
-_LINES = (("#e01f3d", 3, "solid"), ("#4aa3e0", 3, "solid"), ("#6b7380", 2, "dash"))  # colour, width, dash
+_LINES = ((STEP_COLOURS["exposed"], 3, "solid"), ("#4aa3e0", 3, "solid"), ("#6b7380", 2, "dash"))  # colour, width, dash
 
 
 def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
