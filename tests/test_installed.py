@@ -125,6 +125,7 @@ def test_commands_work_where_there_is_no_clone(installed, tmp_path):
 def test_a_comparison_trains_where_there_is_no_clone(fsdplab):
     said = fsdplab("compare", "--strategies", "full_shard", "--model", "gpt-tiny", "--steps", "1", "--profile", "0")
     assert "Losses agree with the unsharded twin's." in said
+    assert "a card of" not in said, "330 MB is the card of the default model, and says nothing of another"
 
 
 def test_the_course_is_there_and_lesson_08_reads_its_trace(fsdplab, installed, tmp_path):

@@ -54,7 +54,8 @@ def top(
 CARD = Flag(
     str,
     "auto",
-    "Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to run).",
+    "Memory of an emulated card: 300MB, none, or auto (the wind tunnel's; 330MB to compare the default model;"
+    " else none).",
 )
 
 add_command(

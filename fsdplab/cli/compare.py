@@ -27,7 +27,11 @@ from fsdplab.figures.view import SETTINGS, views
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, claim_free_folder
 from fsdplab.sessions.spec import ENGINES, PEERS, STRATEGIES, RunSpec, SpecError, near_matches
+from fsdplab.sessions.spec.parts import WorkloadPart
 
+# Too small for a whole copy of the default model and its states, and large enough for a shard. Of another model it says
+# nothing.
+CARD_OF_THE_DEFAULT = "330MB"
 COMPARED = ("lab", *PEERS)  # the twin takes part by itself
 
 
@@ -38,7 +42,8 @@ def compare_runs(
 
     Pairs that cannot be are left out with a note. Raises RunError with the reports of the runs that failed.
     """
-    common = settings | {"card": card_of(card, settings, "330MB"), "link": link_of(settings, engines, "150MB/s")}
+    unless_given = CARD_OF_THE_DEFAULT if settings["model"] == WorkloadPart.model else "none"
+    common = settings | {"card": card_of(card, settings, unless_given), "link": link_of(settings, engines, "150MB/s")}
     specs, left_out = _pairs(strategies, engines, common)
     if not specs:
         why = f" ({'; '.join(left_out)})" if left_out else ""
