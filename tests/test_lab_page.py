@@ -286,7 +286,7 @@ def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_answe
     host, page = Host(tmp_path / "site"), patient(browser.new_page())
     for address in (f"{host.address}/", (tmp_path / "site" / "index.html").as_uri()):
         page.goto(address)
-        page.locator("#state.bad").wait_for(timeout=60_000)
+        page.locator("#state.bad").wait_for()
         assert page.locator("#state").inner_text().startswith("Python could not be started (")
         assert "no_shard: memory 373 MB" in page.locator(".fl-figure svg").get_attribute("aria-label")
     assert "only from a server: python -m http.server" in page.locator("#state").inner_text()

@@ -88,6 +88,6 @@ self.onmessage = async ({ data }) => {
     await answerLatest();
     if (!data.asked) await answerBeforehand();
   } catch (error) {
-    postMessage({ failed: error.message.trim().split("\n").at(-1) });
+    postMessage({ failed: String(error?.message || error || "no reason was given").trim().split("\n").at(-1) });
   }
 };

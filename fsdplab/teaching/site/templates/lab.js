@@ -71,7 +71,7 @@ function start() {
       loaded.value = Math.min(100, (100 * data.bytes) / SETUP.bytes);
       tell(`Python is being loaded: ${(data.bytes / 1e6).toFixed(1)} of ${(SETUP.bytes / 1e6).toFixed(1)} MB.`);
     } else if (data.ready) ready();
-    else if (data.failed) failed(data.failed);
+    else if ("failed" in data) failed(data.failed);
     else {
       receive(JSON.parse(data.values));
       if (data.last && held.answer.n === held.asked.n) document.body.dataset.rest = "yes"; // nothing more follows this answer
