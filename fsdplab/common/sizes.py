@@ -97,3 +97,17 @@ def three_digits(value: float) -> str:
     if magnitude < 99.95:
         return f"{value:,.1f}"
     return f"{value:,.0f}"
+
+
+def times_as_much(ratio: float) -> str:
+    """Compare an amount with another by their ratio, in two digits and without an exponent.
+
+    >>> times_as_much(1.5), times_as_much(448.6), times_as_much(0.002), times_as_much(1.001)
+    ('1.5 times as much', '449 times as much', '1/500 as much', 'as much')
+    """
+    if f"{ratio:.2g}" == "1":
+        return "as much"
+    if ratio < 0.01:
+        return f"1/{1 / ratio:,.0f} as much"
+    factor = f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:,.0f}"
+    return f"{factor} times as much"

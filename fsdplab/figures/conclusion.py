@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORIES, SAVES_MOST, UNSHARDED, strategies_that
-from fsdplab.common.sizes import percent, seconds, size
+from fsdplab.common.sizes import percent, seconds, size, times_as_much
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.table import predicted_step, step_of
 from fsdplab.figures.view import CATEGORY_NAMES, RunView, emulated_links, views
@@ -244,7 +244,7 @@ def _sent_beside(run: RunView, base: RunView) -> str:
     if not sent or not sent_by_base:
         return _sent(run)
     times = sent / sent_by_base
-    return "sends as much" if abs(times - 1) < _ALIKE else f"sends {times:.2g} times as much"
+    return "sends as much" if abs(times - 1) < _ALIKE else f"sends {times_as_much(times)}"
 
 
 def _time_beside(run: RunView, base: RunView) -> str:

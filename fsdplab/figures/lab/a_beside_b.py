@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdplab.common.sizes import parse_size, percent, seconds, size
+from fsdplab.common.sizes import parse_size, percent, seconds, size, times_as_much
 
 from .outcomes import Outcome
 
@@ -92,10 +92,7 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
 
 
 def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> str:
-    times = f"{ratio:.2g}"
-    sends = f"{times} times as much"
-    if times == "1":
-        sends = "as much"
+    sends = times_as_much(ratio)
     if precision == "bf16" and ratio != 1:
         sends += " (gathers in bf16, reductions in fp32)"
     if a.step and b.step:

@@ -218,8 +218,12 @@ def _step_words(found: Plan, record: RunRecord | None) -> str:
         return "A step of so many micro-batches is predicted in closed form, and none is drawn."
     if record is None:
         return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
-    return (
-        f"Simulated event by event with the engine's own schedule: {seconds(record.summary.step_time_s.median)}; the"
-        f" closed form says {seconds(found.time.step_s)}. Compute beside collectives is drawn longer by the"
-        f" {seconds(found.time.slowed_s)} that these take of it."
+    simulated = seconds(record.summary.step_time_s.median)
+    words = (
+        f"Simulated event by event with the engine's own schedule: {simulated}; the closed form says"
+        f" {seconds(found.time.step_s)}."
     )
+    if found.time.slowed_s > 1e-8:  # less would read as 0.00 µs
+        slowed = seconds(found.time.slowed_s)
+        words += f" Compute beside collectives is drawn longer by the {slowed} that these take of it."
+    return words
