@@ -62,7 +62,7 @@ class Details:
         self.refresh()
 
     def _make_menus(self) -> None:
-        """The row above the tabs: which batch, which of its runs, the batch's name, and its page."""
+        """Make the row above the tabs: which batch, which of its runs, the batch's name, and its page."""
         style = {"description_width": "initial"}
         narrow = {"flex": "1 1 240px"}
         wide = {"flex": "2 1 360px"}
@@ -82,7 +82,7 @@ class Details:
         self.menus = ipywidgets.HBox(shown, layout=row)
 
     def _make_tabs(self) -> None:
-        """The tabs, and the line above them that says where something was written."""
+        """Make the tabs, and the line above them that says where something was written."""
         self.exported = ipywidgets.Output()
         self.outputs: dict[str, ipywidgets.Output] = {}
         for tab in TABS:
@@ -259,7 +259,7 @@ class Details:
 
 
 def _untitled(listed: list[_Entry]) -> list[tuple[int, int]]:
-    """Number and count of records of each batch: all of an entry but what renaming changes."""
+    """Return number and count of records of each batch: all of an entry but what renaming changes."""
     return [(entry.number, entry.records) for entry in listed]
 
 
