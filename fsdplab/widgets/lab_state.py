@@ -48,7 +48,8 @@ class Batch:
     @property
     def rows(self) -> list[RunRecord]:
         """The records in tables and figures: all but the twin's, unless there is no other."""
-        return [record for record in self.records if record.spec["engine"] != "twin"] or self.records
+        without_the_twin = [record for record in self.records if record.spec["engine"] != "twin"]
+        return without_the_twin or self.records
 
     @property
     def reference(self) -> RunRecord | None:
@@ -75,17 +76,28 @@ class Batch:
         """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`; a kept record may lack any setting."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
-        spec: Mapping[str, Any] = self.specs[0].as_dict() if self.specs else self.records[0].spec
-        model = self.records[0].spec.get("model") if self.records else spec.get("model")
-        parts = [self.name, str(model or ""), plural(spec["world_size"], "rank"), str(spec.get("precision") or "")]
+        recorded: Mapping[str, Any] = {}
+        if self.records:
+            recorded = self.records[0].spec
+        spec = recorded
+        if self.specs:
+            spec = self.specs[0].as_dict()
+        # of a model of one's own the record has the name, the spec the place of its source
+        model = recorded.get("model") if self.records else spec.get("model")
+        parts = [self.name]
+        parts.append(str(model or ""))
+        parts.append(plural(spec["world_size"], "rank"))
+        parts.append(str(spec.get("precision") or ""))
         if "prefetch" in spec:
             parts.append(f"prefetch {spec['prefetch']}")
         if spec.get("link"):
             parts.append(f"link {spec['link']}")
         elif spec.get("emulate"):
             parts.append(f"as {spec.get('as_model')} on {spec['emulate']}")
-        parts.append(plural(len(self.specs or self.records), "run"))
-        return f"{self.number}: {', '.join(part for part in parts if part)}"
+        runs = self.specs or self.records
+        parts.append(plural(len(runs), "run"))
+        known = [part for part in parts if part]
+        return f"{self.number}: {', '.join(known)}"
 
 
 class LabState:
@@ -146,7 +158,8 @@ class LabState:
     @property
     def next_number(self) -> int:
         """That of the next batch."""
-        return 1 + max((batch.number for batch in self.batches), default=0)
+        numbers = [batch.number for batch in self.batches]
+        return 1 + max(numbers, default=0)
 
     @property
     def message(self) -> str:
@@ -158,15 +171,20 @@ class LabState:
         if self.status == "idle":
             return self._ready()
         latest = self.batches[-1]
-        kept = f"{plural(len(latest.records), 'record')} of {plural(len(latest.specs), 'run')} kept"
+        records = plural(len(latest.records), "record")
+        runs = plural(len(latest.specs), "run")
+        kept = f"{records} of {runs} kept"
         if self.status == "cancelled":
             return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
-        warnings = [words for words in (core_words(latest.views), drift_sentence(latest.comparison)) if words]
-        if not warnings:
-            return f"done: {kept}"
-        return f"done: {kept}. {' '.join(warnings)}"
+        done = f"done: {kept}"
+        # why its times may be worth less: too few free cores, or a first run that took another time when repeated
+        warnings = [core_words(latest.views), drift_sentence(latest.comparison)]
+        said = [warning for warning in warnings if warning]
+        if said:
+            done += f". {' '.join(said)}"
+        return done
 
     def _ready(self) -> str:
         if self.last_error:
@@ -195,7 +213,8 @@ class LabState:
             self.choices = replace(self.choices, **changes)
             self.request = check(self.choices, self.fixed)
             if not self.busy:
-                self.status, self.last_error = "idle", None
+                self.status = "idle"
+                self.last_error = None
 
     def begin(self) -> tuple[RunSpec, ...]:
         """Start a batch: its specs, which the caller now runs; none while another batch is running or where a choice is
@@ -208,11 +227,16 @@ class LabState:
                 why = "runs on these GPUs are simulated and cannot be measured"
                 if self.request.errors:
                     why = "; ".join(self.request.errors.values())
-                self.status, self.last_error = "idle", f"nothing was started: {why}"
+                self.status = "idle"
+                self.last_error = f"nothing was started: {why}"
                 return ()
             self.batches.append(Batch(self.next_number, self.request.specs))
-            self.status, self.last_error, self.kept_words = "running", None, ""
-            self.share, self._doing, self._done = 0.0, "starting", {}
+            self.status = "running"
+            self.last_error = None
+            self.kept_words = ""
+            self.share = 0.0
+            self._doing = "starting"
+            self._done = {}
             return self.request.specs
 
     def cancel(self) -> bool:
@@ -248,11 +272,17 @@ class LabState:
             batch = self.batches[-1]
             batch.records.append(record)
             places = {run: place for place, run in enumerate(batch.order)}
-            batch.records.sort(key=lambda each: places[each.spec["strategy"], each.spec["engine"]])
-            self._count(places[record.spec["strategy"], record.spec["engine"]], 1.0)
+
+            def place_of(record: RunRecord) -> int:
+                return places[record.spec["strategy"], record.spec["engine"]]
+
+            batch.records.sort(key=place_of)
+            self._count(place_of(record), 1.0)
             if record.status == "failed":
-                message = (record.failure or {}).get("message") or "it left no report"
-                self.last_error = f"{view(record).label}: {message.splitlines()[0].rstrip('.')}"
+                failure = record.failure or {}
+                message = failure.get("message") or "it left no report"
+                first_line = message.splitlines()[0]
+                self.last_error = f"{view(record).label}: {first_line.rstrip('.')}"
 
     def ended(self, error: str | None = None) -> None:
         """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
@@ -260,8 +290,10 @@ class LabState:
             self.last_error = error or self.last_error
             if self.status == "cancelling":
                 self.status = "cancelled"
+            elif self.last_error:
+                self.status = "failed"
             else:
-                self.status = "failed" if self.last_error else "done"
+                self.status = "done"
 
     def _count(self, run: int, part: float) -> None:
         self._done[run] = min(1.0, part)
@@ -288,6 +320,9 @@ def _begun_with(fixed: dict[str, Any], given: Mapping[str, Any]) -> tuple[dict[s
         begun = replace(begun, model=name_of(fixed["model"]))
         if "card" not in given and not preset.gpu:
             begun = replace(begun, card="none")  # the laptop's is of its own model's size
-    if "tokens" not in given and {"batch_size", "sequence_length"} & {*fixed}:
-        begun = replace(begun, tokens=fixed.get("batch_size", 2) * fixed.get("sequence_length", SEQUENCE))
+    sets_tokens = "batch_size" in fixed or "sequence_length" in fixed
+    if sets_tokens and "tokens" not in given:
+        sequences = fixed.get("batch_size", 2)
+        sequence = fixed.get("sequence_length", SEQUENCE)
+        begun = replace(begun, tokens=sequences * sequence)
     return fixed, begun

@@ -50,10 +50,15 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
     """The pieces of one tab; `chosen` is the row of the batch that tabs about a single run show."""
     if batch is None or not batch.records:
         return [note(EMPTY)]
-    record = batch.rows[min(chosen, len(batch.rows) - 1)]
+    records = batch.rows
+    last = len(records) - 1
+    record = records[min(chosen, last)]
     if tab == "Findings":
         return _findings(record)
-    figures_of_tab = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
+    figures_of_tab: list[Piece] = []
+    for name in _FIGURES[tab]:
+        data = records if name in _OF_ALL_RUNS else record
+        figures_of_tab.append(_drawn(name, data))
     if tab == "Table":
         return [table(batch.views), *_failures(batch), *figures_of_tab]
     return figures_of_tab
@@ -66,13 +71,20 @@ def note(words: str) -> str:
 
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
-    sources = [f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs))]
-    small = "font-size:calc(.93 * var(--fsdplab-table, 14px));opacity:.8;margin:6px 10px"
     wanted = {*brief(runs), "engine", "tokens/s"}
-    columns = told(runs, [name for name in COLUMNS if name in wanted])
-    shown = comparison_table(runs, lambda place, text: _look(columns[place], text), columns, style=_TABLE)
+    in_order = [name for name in COLUMNS if name in wanted]
+    columns = told(runs, in_order)
+
+    def look_of_cell(place: int, text: str | None) -> dict[str, str]:
+        return _look(columns[place], text)
+
+    shown = comparison_table(runs, look_of_cell, columns, style=_TABLE)
     page = f"<div style='overflow-x:auto'>{shown}</div>"
-    page += f"<p style='{small}'>{escape(legend(columns))}.<br>{'<br>'.join(sources)}</p>"
+    # below the table: what its columns mean, and what the runs ran on
+    sources = []
+    for word, what in provenance(list(runs)):
+        sources.append(f"<b>{word}</b>: {escape(what)}")
+    page += f"<p style='{_SMALL}'>{escape(legend(columns))}.<br>{'<br>'.join(sources)}</p>"
     core = core_words(runs)
     if core:
         bad = f"color:{_COLOURS['bad']};font-weight:600;margin:6px 10px"
@@ -81,6 +93,7 @@ def table(runs: Sequence[RunView]) -> str:
 
 
 # styles, not classes: a saved notebook's page takes style sheets away
+_SMALL = "font-size:calc(.93 * var(--fsdplab-table, 14px));opacity:.8;margin:6px 10px"
 _TABLE = "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"
 
 
@@ -152,7 +165,8 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
         content = plotly_json(piece) | {"config": {"displaylogo": False, "responsive": False}}
         shown.append({PLOTLY: content, "text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"})
         shown.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
-    return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in shown)
+    as_outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in shown]
+    return tuple(as_outputs)
 
 
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
@@ -177,20 +191,29 @@ def kept(batch: Batch | None) -> Kept:
         if isinstance(piece, str):
             html += piece
         else:
-            words.append(alt_text(piece))
-            html += f"<p>{escape(words[-1])}</p>"
+            alt = alt_text(piece)
+            words.append(alt)
+            html += f"<p>{escape(alt)}</p>"
     return Kept(batch.title, html, tuple(words))
 
 
 def still(batch: Kept, answer: Mapping[str, Any]) -> dict[str, Any]:
     """The lab in the saved notebook, folded: what the instrument answers now as a table, and a batch."""
-    headline = f"The lab's numbers as a table, for the saved notebook: {answer.get('memory_title', 'no answer yet')}"
+    # an answer that is hidden, or refused, has only some of these
+    title = answer.get("memory_title", "no answer yet")
+    difference = answer.get("difference", "")
+    clock = answer.get("clock", "is to come")
+    job = answer.get("job", "")
+    headline = f"The lab's numbers as a table, for the saved notebook: {title}"
     if batch.title:
         headline += f"; batch {batch.title}"
-    said = f"{answer.get('difference', '')} All {answer.get('clock', 'is to come')}. {answer.get('job', '')}".strip()
-    rows = [[row["name"], row["peak_words"], row["step_words"]] for row in answer.get("rows", ())]
+    said = f"{difference} All {clock}. {job}".strip()
+    rows: list[list[str]] = []
+    for row in answer.get("rows", ()):
+        rows.append([row["name"], row["peak_words"], row["step_words"]])
     style = {"style": "text-align:left;padding:2px 14px 2px 0"}
     table = html_table(["strategy", "memory of a rank", "step"], rows, lambda *_: style)
     summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(headline)}</summary>"
     html = f"<details>{summary}{table}<p>{escape(said)}</p>{batch.html}</details>"
-    return {"text/html": html, "text/plain": "\n".join([headline, said, *batch.words])}
+    lines = [headline, said, *batch.words]
+    return {"text/html": html, "text/plain": "\n".join(lines)}

@@ -12,6 +12,9 @@ from .outcomes import Outcome
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 _NEAR = 0.1  # a guess of memory that is off by less is near
 LEAST = 0.005  # of a step or of the memory: less is no change
+# words for less, more and equal
+_OF_AMOUNTS = ("less", "more", "as much")
+_OF_TIMES = ("shorter", "longer", "as long")
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,27 @@ def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
     except ValueError:
         expected = f"expected a number of {unit}, or a size with its unit"
         raise ValueError(f"the guess of the memory is {guess.memory!r}; {expected}") from None
+    # what is not simulated of A or B is not judged
     parts = []
     if a.step and b.step:
         parts.append(_on_the_step(guess.faster, a.step.total, b.step.total))
     if b.peak:
-        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({_nearness(memory, b.peak)}).")
+        nearness = _nearness(memory, b.peak)
+        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({nearness}).")
     return " ".join(parts)
 
 
 def _on_the_step(guessed: str, a_s: float, b_s: float) -> str:
-    shorter, longer = sorted((a_s, b_s))
-    if longer - shorter <= _ALIKE * shorter:
-        answer, words = "equal", "the steps are equally long"
-    elif a_s < b_s:
-        answer, words = "A", "A has the shorter step"
+    """`Right: B has the shorter step (A 919 ms, B 850 ms).`, or the same after `You said A`."""
+    if abs(a_s - b_s) <= _ALIKE * min(a_s, b_s):
+        answer = "equal"
+        words = "the steps are equally long"
     else:
-        answer, words = "B", "B has the shorter step"
-    verdict = "Right" if answer == guessed else f"You said {guessed}"
+        answer = "A" if a_s < b_s else "B"
+        words = f"{answer} has the shorter step"
+    verdict = "Right"
+    if answer != guessed:
+        verdict = f"You said {guessed}"
     return f"{verdict}: {words} (A {seconds(a_s)}, B {seconds(b_s)})."
 
 
@@ -67,36 +74,46 @@ def _nearness(guessed: int, peak: int) -> str:
     off = guessed / peak - 1
     if abs(off) <= _NEAR:
         return "within 10 %"
-    return f"{percent(abs(off))} too {'much' if off > 0 else 'little'}"
+    direction = "much" if off > 0 else "little"
+    return f"{percent(abs(off))} too {direction}"
 
 
 # ---- the difference
 
 
 def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = "fp32") -> str:
-    """What B takes beside A, in one sentence each on memory, step and messages."""
+    """What B takes beside A, in one sentence each on memory, step and messages, as far as both are known."""
+    a_name, b_name = names
     parts = []
     if a.peak and b.peak:
         than = "as" if a.peak == b.peak else "than"
-        amount = _beside(a.peak, b.peak, size, ("less", "more", "as much"))
-        parts.append(f"B, {names[1]}, needs {size(b.peak)} a rank, {amount} {than} A, {names[0]}.")
+        amount = _beside(a.peak, b.peak, size, _OF_AMOUNTS)
+        parts.append(f"B, {b_name}, needs {size(b.peak)} a rank, {amount} {than} A, {a_name}.")
     if a.step and b.step:
-        longer = _beside(a.step.total, b.step.total, seconds, ("shorter", "longer", "as long"))
-        parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
+        b_takes = b.step.total
+        longer = _beside(a.step.total, b_takes, seconds, _OF_TIMES)
+        parts.append(f"Its step takes {seconds(b_takes)}, {longer}.")
     if a.sent and b.sent:
-        parts.append(_on_the_messages(a, b, b.sent / a.sent, precision))
+        ratio = b.sent / a.sent
+        parts.append(_on_the_messages(a, b, ratio, precision))
+    # of several nodes only
     if a.sent_by_a_node and b.sent_by_a_node:
-        amount = _beside(a.sent_by_a_node, b.sent_by_a_node, size, ("less", "more", "as much"))
-        parts.append(f"Over the network, its nodes send {size(b.sent_by_a_node)} each, {amount}.")
+        b_sends = b.sent_by_a_node
+        amount = _beside(a.sent_by_a_node, b_sends, size, _OF_AMOUNTS)
+        parts.append(f"Over the network, its nodes send {size(b_sends)} each, {amount}.")
     return " ".join(parts)
 
 
 def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> str:
+    """Say what B sends beside A: `It sends 1.5 times as much, and 320 ms are exposed (A: 180 ms).`"""
     sends = times_as_much(ratio)
+    # an element is then two bytes in gathers and four in reductions, so this is not the ratio of elements
     if precision == "bf16" and ratio != 1:
         sends += " (gathers in bf16, reductions in fp32)"
     if a.step and b.step:
-        sends += f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})"
+        b_exposed = seconds(b.step.exposed)
+        a_exposed = seconds(a.step.exposed)
+        sends += f", and {b_exposed} are exposed (A: {a_exposed})"
     return f"It sends {sends}."
 
 
@@ -105,7 +122,9 @@ def _beside(a: float, b: float, say: Callable[[float], str], words: tuple[str, s
     less, more, equal = words
     if a == b:
         return equal
-    amount, part = say(abs(b - a)), abs(b / a - 1)
+    amount = say(abs(b - a))
+    part = abs(b / a - 1)
     if part >= LEAST:
         amount += f" ({percent(part)})"
-    return f"{amount} {less if b < a else more}"
+    word = less if b < a else more
+    return f"{amount} {word}"

@@ -53,7 +53,8 @@ class View:
     @property
     def hides(self) -> bool:
         """Whether nothing may be shown: a choice is wrong, or the answer waits for a guess."""
-        return bool(self.errors) or (self.look.guess.on and not self.look.guess.given)
+        guess = self.look.guess
+        return bool(self.errors) or (guess.on and not guess.given)
 
     @property
     def name(self) -> str:
@@ -73,14 +74,15 @@ class View:
             return self._hidden({})
         unit = self._preset.guess_unit
         try:
-            judged = judge(guess, outcome(self.first), outcome(self.runs[self.b]), unit)
+            a = outcome(self.first)
+            b = outcome(self.runs[self.b])
+            judged = judge(guess, a, b, unit)
         except ValueError as wrong:
             return self._hidden({"guess": str(wrong)})
-        return {
-            **self._drawn(records),
-            "judged": judged,
-            "guessed": guessed_bytes(guess.memory, self._preset.guess_unit),
-        }
+        drawn = self._drawn(records)
+        drawn["judged"] = judged
+        drawn["guessed"] = guessed_bytes(guess.memory, unit)
+        return drawn
 
     def _hidden(self, errors: dict[str, str]) -> Hidden:
         sides = f"A is {self.name}, B is {self.b}"
@@ -89,10 +91,14 @@ class View:
 
     def _drawn(self, records: Sequence[RunRecord]) -> Drawn:
         card = parse_card(self.choices.card)
-        rows = [row_of(strategy, run, card, records) for strategy, run in self.runs.items()]
+        rows: list[Row] = []
         if self.look.pinned:
-            rows = [self._pinned_row(card, records), *rows]
-        a, b = outcome(self.first), outcome(self.runs[self.b])
+            rows.append(self._pinned_row(card, records))
+        for strategy, run in self.runs.items():
+            rows.append(row_of(strategy, run, card, records))
+        a = outcome(self.first)
+        b = outcome(self.runs[self.b])
+        names = (self.name, self.b)
         return Drawn(
             errors={},
             a=self.a,
@@ -104,7 +110,7 @@ class View:
             clock=self._preset.clock,
             memory_title=memory_title(rows, card),
             step_title=step_title(rows),
-            difference=difference(a, b, (self.name, self.b), self.choices.precision),
+            difference=difference(a, b, names, self.choices.precision),
             timeline=self._timeline(),
         )
 
@@ -117,11 +123,15 @@ class View:
 
     def _timeline(self) -> list[Timeline]:
         """The steps of A and of B, as far as they are known."""
+        sides: list[tuple[str, str, Run]] = [("A", self.name, self.first), ("B", self.b, self.runs[self.b])]
         lanes = []
-        for side, name, run in (("A", self.name, self.first), ("B", self.b, self.runs[self.b])):
-            step, blocks = outcome(run).step, outcome(run).blocks
+        for side, name, run in sides:
+            predicted = outcome(run)
+            step = predicted.step
+            blocks = predicted.blocks
             if step and blocks:
-                lanes.append(Timeline(side=side, name=name, step=step.total * 1e3, **blocks))
+                milliseconds = step.total * 1e3  # as the blocks are
+                lanes.append(Timeline(side=side, name=name, step=milliseconds, **blocks))
         return lanes
 
     @property
@@ -135,7 +145,9 @@ class View:
         if self.hides:
             return []
         ends = self._preset.links
-        return [crossover_mark("A", self.first, ends), crossover_mark("B", self.runs[self.b], ends)]
+        mark_of_a = crossover_mark("A", self.first, ends)
+        mark_of_b = crossover_mark("B", self.runs[self.b], ends)
+        return [mark_of_a, mark_of_b]
 
     def more(self) -> More:
         """What B would gain by other choices, and B as code; {} where neither is unfolded."""
@@ -151,7 +163,11 @@ def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
     if request.errors:
         return View(choices, look, fixed, request.errors)
     # other engines allocate and order their messages in their own way, which is not simulated
-    runs: dict[str, Run] = {run.strategy: run for run in request.runs if getattr(run, "engine", "lab") == "lab"}
+    runs: dict[str, Run] = {}
+    for run in request.runs:
+        engine = getattr(run, "engine", "lab")  # plans have none
+        if engine == "lab":
+            runs[run.strategy] = run
     if not runs:
         words = "only runs of the lab's own engine are drawn here; choose it too"
         return View(choices, look, fixed, {"engines": words})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.table import scattered
@@ -27,12 +28,16 @@ _SETTINGS = ("micro_batches", *(name for name in CONTROL_OF if name not in _NOT_
 def row_of(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]) -> Row:
     """Return one line of the bars: what is predicted, and the last run that was measured with the same settings."""
     predicted = outcome(run)
-    step, peak = predicted.step, predicted.peak
-    over = max(0, peak - card) if peak and card else 0
+    step = predicted.step
+    peak = predicted.peak
+    over = 0
+    if peak and card:
+        over = max(0, peak - card)
+    memory = predicted.memory or {}
     row = Row(
         name=strategy,
         strategy=strategy,
-        memory=[(category, nbytes) for category, nbytes in (predicted.memory or {}).items() if nbytes],
+        memory=[(category, nbytes) for category, nbytes in memory.items() if nbytes],
         peak=peak,
         over=over,
         peak_words=_peak_words(peak, over),
@@ -47,9 +52,11 @@ def row_of(strategy: str, run: Run, card: int | None, records: Sequence[RunRecor
     )
     if step:
         row["step"] = (step.computing, step.hidden, step.exposed, step.optimizer)
-        row["step_s"], row["step_words"] = step.total, step.words
+        row["step_s"] = step.total
+        row["step_words"] = step.words
     if isinstance(run, RunSpec):
-        row["measured"], row["here"] = _measured(run, records), _here(run, records)
+        row["measured"] = _measured(run, records)
+        row["here"] = _here(run, records)
     elif type(run) is PlanSpec:  # known runs are of published models
         row["bands"] = _bands(run, predicted)
     return row
@@ -65,24 +72,36 @@ def _peak_words(peak: int | None, over: int) -> str:
 
 def _bands(run: PlanSpec, predicted: Outcome) -> list[Band | None]:
     """Of memory and step on GPUs: the ends of the band of known runs, and the band in words."""
-    memory, speed = memory_band(run), speed_band(run)
-    step_s = predicted.step.total if predicted.step else 0.0
+    memory = memory_band(run)
+    peak_ends = memory.around(predicted.peak or 0)
+    speed = speed_band(run)
+    step_s = 0.0
+    if predicted.step:
+        step_s = predicted.step.total
+    # the fastest of the known runs gives the shortest step
     step_ends = (step_s / speed.high, step_s / speed.low)
-    return [_band(memory.around(predicted.peak or 0), size, memory.words), _band(step_ends, seconds, speed.words)]
+    return [_band(peak_ends, size, memory.words), _band(step_ends, seconds, speed.words)]
 
 
 def _band(ends: tuple[float, float], say: Callable[[float], str], of: str) -> Band:
-    return Band(ends=ends, words=f"{say(ends[0])} to {say(ends[1])}", of=of)
+    least, most = ends
+    return Band(ends=ends, words=f"{say(least)} to {say(most)}", of=of)
 
 
 def _measured(run: RunSpec, records: Sequence[RunRecord]) -> Measured | None:
     """Peak and median step of the last record with the settings of the run; None where it was not measured."""
-    wanted = {name: getattr(run, name) for name in _SETTINGS} | {"model": name_of(run.model)}
+    wanted: dict[str, Any] = {"engine": "lab"}
+    for name in _SETTINGS:
+        wanted[name] = getattr(run, name)
+    wanted["model"] = name_of(run.model)  # as records have it
     for record in reversed(records):
-        settings = {name: record.spec.get(name) for name in _SETTINGS}
-        if record.spec.get("engine") == "lab" and settings == wanted:
-            peak, step_s = record.summary.peak_memory_bytes.total, record.summary.step_time_s.median
-            return Measured(peak=peak, step_s=step_s, peak_words=size(peak), step_words=seconds(step_s))
+        settings = {name: record.spec.get(name) for name in wanted}
+        if settings != wanted:
+            continue
+        summary = record.summary
+        peak = summary.peak_memory_bytes.total
+        step_s = summary.step_time_s.median
+        return Measured(peak=peak, step_s=step_s, peak_words=size(peak), step_words=seconds(step_s))
     return None
 
 
@@ -97,7 +116,8 @@ def _here(run: RunSpec, records: Sequence[RunRecord]) -> Here | None:
     for record in reversed(records):
         step = step_here(record, run)
         if step is not None:
-            return Here(step_s=step.seconds, words=seconds(step.seconds) + scattered(step.scatter), of=step.of)
+            words = seconds(step.seconds) + scattered(step.scatter)
+            return Here(step_s=step.seconds, words=words, of=step.of)
     return None
 
 
@@ -106,23 +126,28 @@ def _here(run: RunSpec, records: Sequence[RunRecord]) -> Here | None:
 
 def memory_title(rows: Sequence[Row], card: int | None) -> str:
     """Say which rows exceed the card."""
-    over = [row for row in rows if row["over"]]
     if card is None:
         return "Memory of a rank at its peak"
+    over = [row for row in rows if row["over"]]
     if not over:
         return f"Memory: all fit the card of {size(card)}"
     if len(over) == 1:
-        return f"Memory: {over[0]['name']} is {size(over[0]['over'])} over the card"
+        (row,) = over
+        return f"Memory: {row['name']} is {size(row['over'])} over the card"
     return f"Memory: {len(over)} of {len(rows)} are over the card of {size(card)}"
 
 
 def step_title(rows: Sequence[Row]) -> str:
     """Name the rows with the shortest step."""
-    times = [(row["name"], row["step_s"]) for row in rows if row["step_s"]]
+    times: list[tuple[str, float]] = []
+    for row in rows:
+        if row["step_s"]:
+            times.append((row["name"], row["step_s"]))
     if not times:
         return "Step"
     shortest = min(step_s for _, step_s in times)
-    best = [name for name, step_s in times if step_s <= (1 + _EQUAL) * shortest]
+    longest_equal = (1 + _EQUAL) * shortest
+    best = [name for name, step_s in times if step_s <= longest_equal]
     if len(best) > 2:
         return f"Shortest step: {len(best)} of {len(rows)} are equal"
     return f"Shortest step: {', '.join(best)}"
@@ -135,12 +160,14 @@ def crossover_mark(side: str, run: Run, ends: tuple[float, float]) -> Mark:
     """Where the crossover stands on the link's slider, and what is said of it."""
     if outcome(run).step is None:
         return Mark(side=side, at=None, words="")
-    least = crossover(run, ends)
-    if least is None:
+    crossed = crossover(run, ends)
+    if crossed is None:
         return Mark(side=side, at=None, words=f"{side} waits at every speed")
-    at, remains_s = least
-    if at == ends[0]:
+    at, remains_s = crossed
+    slowest = ends[0]
+    if at == slowest:
         return Mark(side=side, at=at, words=f"{side} hidden at every speed")
-    rate = LinkSpec("", float(f"{at:.3g}"), 0.0).words
+    three_digits = float(f"{at:.3g}")
+    rate = LinkSpec("", three_digits, 0.0).words
     words = f"{side} from {rate}: only the ends exposed, {seconds(remains_s)}"
     return Mark(side=side, at=at, words=words, more=_REMAINS)

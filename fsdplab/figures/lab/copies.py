@@ -79,8 +79,10 @@ def _plan_command(plan: PlanSpec) -> str:
         names = [name for name in names if name not in _OF_THE_FILE]
     else:
         model = plan.model.name
-    flags = {"--model": model, "--gpu": plan.gpu.name.lower().split()[0]}
-    flags |= {flag_of(name): getattr(plan, name) for name in names}
+    gpu = plan.gpu.name.lower().split()[0]
+    flags = {"--model": model, "--gpu": gpu}
+    for name in names:
+        flags[flag_of(name)] = getattr(plan, name)
     return _line(f"fsdplab plan --strategy {plan.strategy}", flags)
 
 

@@ -25,10 +25,17 @@ def offers_of(fixed: Fixed, waiting: str = WAITING, measures: bool = True) -> Of
     own_batches = []
     if not reads_text(fixed.get("model", Choices.model)):
         own_batches = [models_of("laptop", fixed)[0]]
-    kinds = {name.replace("_", "-"): colour for name, colour in LANE_COLOURS.items()}
+    # the page names messages as torch does, `all-gather`
+    kinds: dict[str, str] = {}
+    for lane, colour in LANE_COLOURS.items():
+        kinds[lane.replace("_", "-")] = colour
     passes = {phase: LANE_COLOURS[lane] for phase, lane in _PASSES.items()}
     legend = {**passes, "optimizer": LANE_COLOURS["optimizer"], "exposed": LANE_COLOURS["exposed"]}
-    legend |= {kind: kinds[kind] for kind in _SENDS}
+    for kind in _SENDS:
+        legend[kind] = kinds[kind]
+    categories: dict[str, str] = {}
+    for row in CATEGORY_ROWS.values():
+        categories[row.name] = row.colour
     return Offers(
         presets={name: _preset_offer(name, fixed) for name in PRESETS},
         values=_values(),
@@ -37,7 +44,7 @@ def offers_of(fixed: Fixed, waiting: str = WAITING, measures: bool = True) -> Of
         measures=measures,
         fixed=[*fixed],
         own_batches=own_batches,
-        categories={row.name: row.colour for row in CATEGORY_ROWS.values()},
+        categories=categories,
         step=[
             ("computing", STEP_COLOURS["compute only"]),
             ("hidden", STEP_COLOURS["overlapped"]),

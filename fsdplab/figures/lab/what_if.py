@@ -29,7 +29,14 @@ def what_if(choices: Choices, strategy: str, fixed: Fixed) -> list[Change]:
         gain, lighter = _gains(choices, changed, before, after)
         if max(abs(gain), abs(lighter)) >= LEAST:
             changes.append(_change(choices, changed, after, gain, lighter))
-    return sorted(changes, key=lambda change: (not change["fits"], -change["gain"], change["peak"]))
+    return sorted(changes, key=_order)
+
+
+def _order(change: Change) -> tuple[bool, float, int]:
+    """Return the key by which changes are sorted: what fits the card first, then the fastest, then the smallest."""
+    does_not_fit = not change["fits"]
+    slower = -change["gain"]
+    return does_not_fit, slower, change["peak"]
 
 
 def _changed(choices: Choices, strategy: str, fixed: Fixed) -> Iterator[tuple[dict[str, Any], Outcome]]:
@@ -40,37 +47,47 @@ def _changed(choices: Choices, strategy: str, fixed: Fixed) -> Iterator[tuple[di
         del settings["tokens"]  # its batches are its own
     for edit in edits(settings):
         changed = {edit.setting: edit.value}
-        for run in alone(replace(choices, **changed), strategy, fixed).runs:
+        # none where the changed choices are wrong
+        request = alone(replace(choices, **changed), strategy, fixed)
+        for run in request.runs:
             yield changed, outcome(run)
 
 
 def _gains(choices: Choices, changed: dict[str, Any], before: Outcome, after: Outcome) -> tuple[float, float]:
     """The changes of tokens a second and of the peak, as parts; 0 where one is not known."""
-    work = changed.get("tokens", choices.tokens) / choices.tokens
-    gain = lighter = 0.0
+    tokens = changed.get("tokens", choices.tokens)
+    times_the_tokens = tokens / choices.tokens
+    gain = 0.0
     if before.step and after.step:
-        gain = before.step.total * work / after.step.total - 1
+        gain = before.step.total * times_the_tokens / after.step.total - 1
+    lighter = 0.0
     if before.peak and after.peak:
         lighter = after.peak / before.peak - 1
     return gain, lighter
 
 
 def _change(choices: Choices, changed: dict[str, Any], after: Outcome, gain: float, lighter: float) -> Change:
+    """Return a row: what is changed, and what that brings, in numbers and in words."""
     ((name, value),) = changed.items()
     card = parse_card(choices.card)
+    fits = True
+    if card is not None and after.peak is not None:
+        fits = after.peak <= card
+    note = CONTROLS[name].note
     change = Change(
-        words=CONTROLS[name].note.format(value),
+        words=note.format(value),
         choices=changed,
         gain=gain,
         peak=after.peak or 0,
-        fits=card is None or after.peak is None or after.peak <= card,
+        fits=fits,
         speed="",
         step="",
         memory=after.why_no_memory,
         sent=size(after.sent),
     )
     if after.step:
-        change["speed"], change["step"] = _signed(gain), seconds(after.step.total)
+        change["speed"] = _signed(gain)
+        change["step"] = seconds(after.step.total)
     if after.peak:
         change["memory"] = f"{size(after.peak)} ({_signed(lighter)})"
     return change
@@ -80,4 +97,5 @@ def _signed(part: float) -> str:
     """`+12 %`, `-3 %`, `equal`."""
     if abs(part) < LEAST:
         return "equal"
-    return f"{'+' if part > 0 else '−'}{percent(abs(part))}"
+    sign = "+" if part > 0 else "−"
+    return f"{sign}{percent(abs(part))}"
