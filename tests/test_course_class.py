@@ -179,7 +179,7 @@ def test_a_machine_that_is_ready_says_so_in_one_line(machine):
     assert answer.code == 0 and len(answer.parts) == 1 and answer.parts[0].label == "READY"
     assert "two ranks trained in" in answer.parts[0].text
     assert "carries 16 ranks at once: 500 MB a rank, 8.00 GB free; 4 of them with a core each" in answer.parts[0].text
-    assert (answer.data["room"]["ranks_by_memory"], answer.data["room"]["learners"]) == (16, 8)
+    assert (answer.data["room"]["ranks_by_memory"], answer.data["room"]["learners"]) == (16, 6)
 
 
 def test_a_room_whose_memory_is_unknown_or_too_small():

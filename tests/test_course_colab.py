@@ -75,6 +75,9 @@ def test_no_link_leads_to_a_file_that_colab_does_not_have(opened):
         (FOLDER, "https://example.org/fsdplab.zip", "expected the address of a wheel"),
         (FOLDER, 'https://example.org/a" b.whl', "expected the address of a wheel"),
         (FOLDER, "https://example.org/{x}.whl", "expected the address of a wheel"),
+        (FOLDER, "https://[x/fsdplab-1-py3-none-any.whl", "expected the address of a wheel"),
+        (FOLDER, "https://example.org/foo-1-py3-none-any.whl", "expected the address of a wheel"),
+        (FOLDER, WHEEL.replace("example.org", "github.com/o/r/blob/main"), "expected the address of a wheel"),
     ],
 )
 def test_other_addresses_are_refused(folder, wheel, says):  # noqa: F811

@@ -168,6 +168,9 @@ def test_the_difference_has_the_numbers_of_both() -> None:
     same = difference(an_outcome(), an_outcome(), ("a", "b"))
     assert "as much as A, a." in same and "as long." in same and "sends as much" in same
     assert difference(Outcome(None, None, None), an_outcome(), ("a", "b")) == ""
+    alone = difference(an_outcome(sent=0), an_outcome(), ("a", "b"))
+    assert "It sends 100 MB, where A sends nothing" in alone, "one rank alone sends nothing"
+    assert "sends as much, and" in difference(an_outcome(), an_outcome(), ("a", "b"), "bf16")
     halved = difference(an_outcome(), an_outcome(sent=97), ("a", "b"), "bf16")
     assert "0.97 times as much (gathers in bf16, reductions in fp32)" in halved
 

@@ -53,7 +53,8 @@ class LateRank:
     `a_step_ns` is the time that its own delays add to a step. `awaited_ns` is how long another rank waits for it in a
     step: at the collectives to which it comes last, less what is waited for another rank on average; `awaited` is that
     as a part of all waiting. `p_value` is the probability that some rank comes as late in as many steps by chance.
-    `phase` is "" if the rank is late in more than one phase, else all figures but the probability are of that phase.
+    `phase` is "" if the rank is late in more than one phase; else all figures are of that phase, but for the
+    probability and `awaited`, which is a part of the waiting in all phases.
     """
 
     rank: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 from typing import Any
 
@@ -188,7 +188,7 @@ def _of_any_layer(first: Sequence[str], second: Sequence[str]) -> list[str]:
     """Return the lines of the first block without its number; they must be those of the second."""
     any_layer = [line.replace("blocks.0", "blocks.{}") for line in first]
     of_second = [line.replace("blocks.1", "blocks.{}") for line in second]
-    for line, other in zip(any_layer, of_second):
+    for line, other in zip_longest(any_layer, of_second):
         if line != other:
             raise ValueError(
                 f"the second block has {other!r} where the first has {line!r}; expected equal blocks: only then one"

@@ -97,7 +97,11 @@ M = TypeVar("M", bound=Memory)
 
 
 class Unit(Generic[M]):
-    """Decides what happens to the parameters and gradients in `memory`; every method may be called in any state."""
+    """Decides what happens to the parameters and gradients in `memory`.
+
+    Gathers and reshards may be asked for in any state. A reduction is finished before the next one is started, which
+    `StepOrder` (step.py) takes care of.
+    """
 
     def __init__(
         self, memory: M, reshard_after_forward: int | None, reduce_options: ReduceOptions = ReduceOptions()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isclose
 
 from fsdplab.common.sizes import parse_size, percent, seconds, size, times_as_much
 
@@ -93,9 +94,9 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
         b_takes = b.step.total
         longer = _beside(a.step.total, b_takes, seconds, _OF_TIMES)
         parts.append(f"Its step takes {seconds(b_takes)}, {longer}.")
-    if a.sent and b.sent:
-        ratio = b.sent / a.sent
-        parts.append(_on_the_messages(a, b, ratio, precision))
+    if a.sent is not None and b.sent is not None and a.sent + b.sent:
+        sends = _sends(a.sent, b.sent)
+        parts.append(_on_the_messages(a, b, sends, precision))
     # of several nodes only
     if a.sent_by_a_node and b.sent_by_a_node:
         b_sends = b.sent_by_a_node
@@ -104,11 +105,10 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
     return " ".join(parts)
 
 
-def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> str:
+def _on_the_messages(a: Outcome, b: Outcome, sends: str, precision: str) -> str:
     """Say what B sends beside A: `It sends 1.5 times as much, and 320 ms are exposed (A: 180 ms).`"""
-    sends = times_as_much(ratio)
     # an element is then two bytes in gathers and four in reductions, so this is not the ratio of elements
-    if precision == "bf16" and ratio != 1:
+    if precision == "bf16" and "times" in sends:
         sends += " (gathers in bf16, reductions in fp32)"
     if a.step and b.step:
         b_exposed = seconds(b.step.exposed)
@@ -117,10 +117,19 @@ def _on_the_messages(a: Outcome, b: Outcome, ratio: float, precision: str) -> st
     return f"It sends {sends}."
 
 
+def _sends(by_a: int, by_b: int) -> str:
+    """Say what B sends in a step beside A; one rank alone sends nothing."""
+    if not by_a:
+        return f"{size(by_b)}, where A sends nothing"
+    if not by_b:
+        return f"nothing, where A sends {size(by_a)}"
+    return times_as_much(by_b / by_a)
+
+
 def _beside(a: float, b: float, say: Callable[[float], str], words: tuple[str, str, str]) -> str:
     """B's amount beside A's, with the words for less, more and equal: `141 MB (38 %) less`, or `as much`."""
     less, more, equal = words
-    if a == b:
+    if isclose(a, b):
         return equal
     amount = say(abs(b - a))
     part = abs(b / a - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 import nbformat
 from nbformat import NotebookNode
@@ -21,6 +21,8 @@ BADGE = f"{COLAB}/assets/colab-badge.svg"
 INSTALL_CELL = "install-in-colab"
 
 _FOLDER = re.compile(r"(?:https://github\.com/)?([\w.-]+/[\w.-]+)/(?:blob|tree)/([^\s?#]+?)/?")
+_WHEEL = re.compile(r"https?://[\w.:-]+/[^\s\"'\\{}$?#]*fsdplab-[\w.+]+-py3-none-any\.whl")
+_GITHUB_PAGE = re.compile(r"https?://github\.com/[^/]+/[^/]+/(?:blob|tree)/")  # shows a file, and does not serve it
 _LINK = re.compile(r"\]\((?P<file>[\w.-]+\.(?P<kind>md|ipynb))(?P<rest>[^)\n]*)\)")  # to a file beside the notebook
 _INSTALL = """\
 # Colab has torch but no fsdplab: this installs it. Where fsdplab is installed already, nothing happens.
@@ -51,9 +53,7 @@ class Published:
         matched = _FOLDER.fullmatch(folder)
         if matched is None:
             raise CourseError(f"--colab is {folder!r:.200}; expected a folder on GitHub, OWNER/REPO/blob/BRANCH/FOLDER")
-        parts = urlsplit(wheel)
-        is_wheel = parts.scheme in ("http", "https") and parts.netloc and parts.path.endswith(".whl")
-        if not is_wheel or re.search(r"[\s\"'\\{}$]", wheel):
+        if not _WHEEL.fullmatch(wheel) or _GITHUB_PAGE.match(wheel):
             raise CourseError(
                 f"--wheel is {wheel!r:.200}; expected the address of a wheel, https://.../fsdplab-VERSION-py3-none-any.whl"
                 " (`pip wheel . --no-deps` makes it)"
