@@ -87,7 +87,8 @@ class Drafts:
     def _open(self, kind: str, unit: str, issue: int, mark: Range | None = None) -> Collective:
         """Begin a draft that waits for its transport; `mark` is the range or the call that issued it."""
         draft = Collective(kind, unit, issue, mark=mark)
-        draft.own = mark is not None and issued_by_consumer(self._around(mark), unit)
+        if mark is not None:
+            draft.own = issued_by_consumer(self._around(mark), unit)
         self.collectives.append(draft)
         self._awaiting.add(draft)
         return draft
@@ -95,7 +96,9 @@ class Drafts:
     def _around(self, call: Range) -> list[Range]:
         """The engine's ranges around a call, the innermost first."""
         nest = self._nests.get(call.thread)
-        return nest.around(call.start) if nest is not None else []
+        if nest is None:  # a thread on which the engine runs nothing
+            return []
+        return nest.around(call.start)
 
     # ---- transports
 
