@@ -50,7 +50,10 @@ class Meetings:
             rows = [_of_axis(row, record.spec) for row in ledger]
         else:
             rows = [row for row in record.table("collectives") if row["step"] in wanted]
-        shared = {key: members for key, members in matched(rows).items() if len(members) > 1}
+        shared: dict[Key, list[Row]] = {}
+        for key, members in matched(rows).items():
+            if len(members) > 1:
+                shared[key] = members
         # a ledger's ends are those of its host: it shows only that clocks differ by far
         is_one_clock = bool(ledger) and not contradict(shared.values())
         clocks = {} if is_one_clock else clocks_of(shared.values())
@@ -80,6 +83,7 @@ class Meetings:
             if waited_ns is None:
                 return None
             ended = self._ended(row)
+            # a wait is over when the last rank comes, and the rest of the collective is the link's
             until = min(last_came.get(id(row), ended), ended)
             waits[row["rank"]].append((until, waited_ns))
 
@@ -95,8 +99,10 @@ class Meetings:
 
     def _came(self, row: Row) -> int:
         """When the rank of a row came."""
-        came: int | None = None if self.on_gpu else row.get("issue_ns")
-        if came is None:
+        came: int | None = None
+        if not self.on_gpu:
+            came = row.get("issue_ns")
+        if came is None:  # on a GPU, and where a record does not tell when it was issued
             came = row["start_ns"]
         return int(came) - self.ahead.get(row["rank"], 0)
 
@@ -140,6 +146,7 @@ class _StandingClock:
     """
 
     def __init__(self, waits: Sequence[tuple[int, int]]) -> None:
+        # of waits until 300 for 100 and until 500 for 20: 0, 100 and 120 ns have been waited before, between and behind
         ordered = sorted(waits)
         self._until = [until for until, _ in ordered]
         self._waited = [0, *accumulate(waited_ns for _, waited_ns in ordered)]

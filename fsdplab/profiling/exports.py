@@ -70,8 +70,10 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     for rank, file in traces.items():
         ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
         shutil.copyfile(file, run / f"rank{rank}.{taken}{ending}")
-    marks = (f"{quantity}: {origin}\n" for quantity, origin in record.provenance.items())
-    (run / "provenance.txt").write_text("".join(marks), encoding="utf-8")
+    marks = ""
+    for quantity, origin in record.provenance.items():
+        marks += f"{quantity}: {origin}\n"
+    (run / "provenance.txt").write_text(marks, encoding="utf-8")
     return run
 
 
@@ -80,6 +82,7 @@ def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     clock; an emulated link's passages are in processes of their own.
     """
     _refuse_foreign(Path(file), lambda text: '"mergedRanks"' in text)
+    # only traces that were just read tell how far their clocks are ahead
     analyses = record.analyses if isinstance(record, TracedRecord) else ()
     ahead = {analysis.rank: analysis.clock.ahead_ns for analysis in analyses}
     return merge_traces(
@@ -152,8 +155,11 @@ def _cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = harmless(value)
-    is_run = text.lstrip().startswith(_FORMULA) or text.startswith((_APOSTROPHE, *_FORMULA))
-    return f"{_APOSTROPHE}{text}" if is_run else text
+    # also one that begins with an apostrophe, so that what was put before a text can be told from it
+    is_formula = text.lstrip().startswith(_FORMULA)
+    if is_formula or text.startswith((_APOSTROPHE, *_FORMULA)):
+        return f"{_APOSTROPHE}{text}"
+    return text
 
 
 def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
@@ -171,7 +177,8 @@ def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
 
 def _is_header(columns: Iterable[str], text: str) -> bool:
     """Whether a CSV file begins with the header of a table, as this or an earlier version wrote it."""
-    return set(text.partition("\n")[0].strip().split(",")) <= set(columns)
+    header, _, _ = text.partition("\n")
+    return set(header.strip().split(",")) <= set(columns)
 
 
 def _are_marks(text: str) -> bool:
@@ -211,7 +218,10 @@ def merge_traces(
             "merge_traces got no traces; expected rank -> file, such as {0: 'rank0.pt.trace.json.gz'}. Profile the run"
             " first."
         )
-    ranks = {rank: _clocked(path, (ahead_ns or {}).get(rank, 0)) for rank, path in sorted(traces.items())}
+    ahead = ahead_ns or {}
+    ranks: dict[int, _Clocked] = {}
+    for rank, path in sorted(traces.items()):
+        ranks[rank] = _clocked(path, ahead.get(rank, 0))
     origin = min(clocked.first for clocked in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -220,6 +230,7 @@ def merge_traces(
             f'{{"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "mergedRanks":'
             f' {list(ranks)}, "provenance": {json.dumps(dict(provenance or {}))}, "traceEvents": [\n'
         )
+        # nothing is read yet: these give one event after the other
         events = [_renamed(rank, clocked.trace, clocked.base_ns - origin) for rank, clocked in ranks.items()]
         passages = [_passages(rank, ledger, clocked, origin) for rank, clocked in ranks.items()]
         for index, event in enumerate(chain(*events, *passages)):
@@ -234,7 +245,7 @@ class _Clocked(NamedTuple):
     """A trace, the base of its clock, and its earliest event and the last end, in absolute ns."""
 
     trace: ChromeTrace
-    base_ns: int
+    base_ns: int  # what its times count from
     first: int
     last: int
 
@@ -261,7 +272,7 @@ def _passages(rank: int, ledger: Sequence[dict[str, Any]], clocked: _Clocked, or
         is_of_rank = row["rank"] == rank and row["emulated"]
         if is_of_rank and row["end_ns"] > clocked.first and row["start_ns"] < clocked.last:
             carried.append(row)
-    process = _PROCESSES * rank + _PROCESSES - 1
+    process = _PROCESSES * rank + _PROCESSES - 1  # the last number of the rank's, which no process of its trace has
     if carried:
         yield from _names(rank, "the emulated link", process)
     for row in carried:

@@ -122,6 +122,7 @@ def _claim_own(left: Unclaimed, kinds: set[str], blocked: float) -> float:
     def is_own(cell: ExposedCell) -> bool:
         return not cell.unit and cell.kind in kinds
 
+    # where hardly any of it was exposed, the loop was blocked by something else, and nothing is claimed
     parts = ("waiting_ns", "on_link_ns")
     claimable = sum(left.of(part, is_own) for part in parts)
     if 2 * claimable <= blocked:

@@ -27,7 +27,7 @@ def union(*sets: Any) -> Intervals:
     >>> union([(5, 8), (0, 3)], [(2, 4), (8, 9)]).tolist()
     [[0, 4], [5, 9]]
     """
-    spans = np.concatenate([EMPTY, *map(pairs, sets)])
+    spans = np.concatenate([EMPTY, *map(pairs, sets)])  # EMPTY, so that no sets at all are a set, too
     is_filled = spans[:, 1] > spans[:, 0]
     if is_filled.all() and (spans[1:, 0] > spans[:-1, 1]).all():
         return spans  # most are sorted and disjoint already
@@ -39,7 +39,8 @@ def _merged(ordered: Intervals, below: int = 1) -> Intervals:
     """Non-empty intervals in order of their starts, with those less than `below` apart made one."""
     if not len(ordered):
         return EMPTY
-    ends = np.maximum.accumulate(ordered[:, 1])  # an earlier interval may end later
+    # of [0, 9], [2, 4], [12, 15] the ends so far are 9, 9, 15: a gap before the third, and so [0, 9] and [12, 15]
+    ends = np.maximum.accumulate(ordered[:, 1])
     has_gap = ordered[1:, 0] - ends[:-1] >= below
     is_first: np.ndarray = np.append(True, has_gap)
     is_last: np.ndarray = np.append(has_gap, True)
@@ -76,6 +77,7 @@ def clip(a: Any, start: int, end: int) -> Intervals:
 
 def within(whole: Intervals, start: int, end: int) -> Intervals:
     """`clip` of a set that is sorted and disjoint already: only the part between the instants is looked at."""
+    # from the first interval that ends behind `start` to the last one that begins before `end`
     first = np.searchsorted(whole[:, 1], start, side="right")
     last = np.searchsorted(whole[:, 0], end, side="left")
     if first >= last or start >= end:
@@ -87,11 +89,13 @@ def before(whole: Intervals, instants: np.ndarray) -> np.ndarray:
     """Nanoseconds of a sorted, disjoint set before each instant: `before([[0, 4], [6, 9]], [2, 7])` is `[2, 5]`."""
     if not len(whole):
         return np.zeros(len(instants), dtype=np.int64)
-    sums: np.ndarray = np.concatenate([[0], np.cumsum(whole[:, 1] - whole[:, 0])])
+    lengths = whole[:, 1] - whole[:, 0]
+    sums: np.ndarray = np.concatenate([[0], np.cumsum(lengths)])  # of the first k intervals, for each k
     begun: np.ndarray = np.asarray(np.searchsorted(whole[:, 0], instants, side="right"))
-    # of the interval that an instant lies in, what comes after the instant does not count
+    # of the interval that an instant lies in, what comes after the instant does not count: of [6, 9] at 7 these are 2
     still_to_come = np.maximum(0, whole[begun - 1, 1] - instants)
-    total: np.ndarray = sums[begun] - np.where(begun > 0, still_to_come, 0)
+    not_yet = np.where(begun > 0, still_to_come, 0)
+    total: np.ndarray = sums[begun] - not_yet
     return total
 
 
@@ -112,9 +116,11 @@ def latest_ends(ends: np.ndarray, groups: np.ndarray) -> np.ndarray:
     order = np.argsort(ends, kind="stable")
     place: np.ndarray = np.empty(many, dtype=np.int64)  # of each end among the sorted ones
     place[order] = np.arange(many)
-    # each group's places are lifted above those of all groups before it, so that one maximum serves them all
-    lifted = np.maximum.accumulate(place + groups * many)
-    return ends[order][lifted - groups * many]
+    # Each group's places are lifted above those of all groups before it, so that one maximum serves them all. Of the
+    # ends 5, 3, 8, 2 the places are 2, 1, 3, 0, lifted 2, 1, 3, 4, and the highest so far 2, 2, 3, 4.
+    base: np.ndarray = groups * many
+    lifted = np.maximum.accumulate(place + base)
+    return ends[order][lifted - base]
 
 
 def close_gaps(a: Any, below: int) -> Intervals:
@@ -125,6 +131,7 @@ def close_gaps(a: Any, below: int) -> Intervals:
 def covered(a: Any, instants: Sequence[int] | np.ndarray) -> np.ndarray:
     """For each instant, whether the set holds it (starts, not ends): `covered([(2, 4)], [1, 2, 4])` is `[F, T, F]`."""
     whole = union(a)
+    # inside of one, an interval more has begun than has ended
     begun = np.searchsorted(whole[:, 0], instants, side="right")
     ended = np.searchsorted(whole[:, 1], instants, side="right")
     return np.asarray(begun > ended)
@@ -137,12 +144,13 @@ def _where(a: Any, b: Any, wanted: int) -> Intervals:
     edges = np.concatenate([a[:, 0], a[:, 1], b[:, 0], b[:, 1]])
     if not len(edges):
         return EMPTY
+    # a start adds its set's weight and an end takes it away: the sum is 1 in `a` only, 2 in `b` only, 3 in both
     weights: np.ndarray = np.repeat([1, -1, 2, -2], [len(a), len(a), len(b), len(b)])
     order = np.argsort(edges, kind="stable")
     edges = edges[order]
     state = np.cumsum(weights[order])  # from each edge to the next one
     starts, ends = edges[:-1], edges[1:]
-    is_wanted = (state[:-1] == wanted) & (ends > starts)
+    is_wanted = (state[:-1] == wanted) & (ends > starts)  # edges at one instant have nothing between them
     return _merged(_paired(starts[is_wanted], ends[is_wanted]))
 
 
@@ -184,11 +192,12 @@ class Cells:
 
     def inside(self, spans: Any) -> np.ndarray:
         """Which cells lie in any of the spans, which may overlap; their bounds are edges."""
+        # a span holds the cells from the one that begins with it up to the one that begins at its end
         first, last = self.at(pairs(spans)).T
         many = len(self._edges) + 1
         begun = np.bincount(first, minlength=many)
         ended = np.bincount(last, minlength=many)
-        depth = np.cumsum(begun - ended)
+        depth = np.cumsum(begun - ended)  # in how many spans each cell lies
         return depth[: len(self.start)] > 0
 
     def paint(self, spans: Intervals, labels: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -204,7 +213,8 @@ class Cells:
 
     def runs(self, labels: np.ndarray) -> tuple[Intervals, np.ndarray]:
         """Join neighbours of one label to spans: (the spans, their labels); cells of label -1 are left out."""
-        first = np.flatnonzero(np.diff(labels, prepend=-2))
+        # of the labels 1, 1, 2 runs begin at the cells 0 and 2, and end before the cells 2 and 3
+        first = np.flatnonzero(np.diff(labels, prepend=-2))  # -2 is no label, so that the first cell begins a run
         after: np.ndarray = np.append(first[1:], len(labels))[: len(first)]  # without cells there are no runs
         spans = _paired(self.start[first], self.end[after - 1])
         run_labels = labels[first]
@@ -217,7 +227,8 @@ class Cells:
         >>> Cells([0, 9], [[2, 4]]).between(np.array([True, True, False]), [0, 2], [9, 4]).tolist()
         [4, 2]
         """
-        sums: np.ndarray = np.concatenate([[0], np.cumsum(self.length * where)])
+        lengths = self.length * where  # 0 for other cells
+        sums: np.ndarray = np.concatenate([[0], np.cumsum(lengths)])  # of all cells before each edge
         return sums[self.at(end)] - sums[self.at(begin)]
 
     def sums(self, labels: np.ndarray, many: int) -> np.ndarray:

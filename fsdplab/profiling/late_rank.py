@@ -96,6 +96,7 @@ def late_rank(arrivals: Arrivals, step_ns: float, own_clock: Arrivals | None = N
     """
     if not step_ns > 0:
         raise ValueError(f"step_ns is {step_ns}; expected the length of a step in ns, above 0")
+    # ranks meet in several groups where they shard and replicate: the latest of any of them is looked for
     groups = list(_peers(arrivals, own_clock))
     candidates = sum(len(peers.ranks) for peers in groups)
     waiting = sum(float(_waiting(peers.times).sum()) for peers in groups)
@@ -129,7 +130,8 @@ def _late(peers: _Peers, candidates: int, step_ns: float, waiting: float) -> Lat
     in_phase = np.array([phase in ("", of_collective) for of_collective in peers.phases])
     late = lateness(peers.times)[:, in_phase]
     is_last = late.argmax(axis=-1) == index
-    steps, others = is_last.shape[0], len(peers.ranks) - 1
+    steps = is_last.shape[0]
+    others = len(peers.ranks) - 1
     awaited_ns = _awaited_ns(peers.times[:, in_phase], index)  # by all ranks in all steps
     return LateRank(
         rank=peers.ranks[index],
@@ -145,13 +147,18 @@ def _late(peers: _Peers, candidates: int, step_ns: float, waiting: float) -> Lat
 
 
 def _waiting(times: Array) -> Array:
-    """How long all ranks together wait at each collective for its last rank. Shape (steps, collectives)."""
+    """How long all ranks together wait at each collective for its last rank. Shape (steps, collectives).
+
+    Of ranks that come at 0, 10 and 40: 40 + 30 + 0 = 70.
+    """
     return (times.max(axis=-1, keepdims=True) - times).sum(axis=-1)
 
 
 def _awaited_ns(times: Array, index: int) -> float:
     """How long all ranks together wait for this rank, less how long for another rank on average."""
-    last_rank = times.argmax(axis=-1)
+    # Somebody is always last, also where nobody is slow: with 70, 10 and 30 ns of waiting for ranks 0, 1 and 2, the
+    # others are waited for 20 each, so 50 are rank 0's.
+    last_rank = times.argmax(axis=-1)  # (steps, collectives)
     by_rank = np.bincount(last_rank.ravel(), _waiting(times).ravel(), minlength=times.shape[-1])
     others = (by_rank.sum() - by_rank[index]) / (len(by_rank) - 1)
     return max(0.0, float(by_rank[index] - others))
@@ -164,7 +171,9 @@ def _phase(phases: Sequence[str], delays: Array) -> str:
         by_phase[phase] += delay
     most = max(by_phase, key=by_phase.__getitem__)
     has_nearly_all = by_phase[most] >= _ALL_IN_ONE_PHASE * sum(delays)
-    return most if len(by_phase) > 1 and has_nearly_all else ""
+    if len(by_phase) == 1 or not has_nearly_all:
+        return ""
+    return most
 
 
 # ---- arrivals as arrays
@@ -175,11 +184,13 @@ def _peers(arrivals: Arrivals, own_clock: Arrivals | None) -> Iterator[_Peers]:
     begins = _complete_steps(arrivals)
     if len(begins) < FEWEST_STEPS:
         return
+    # of each set of ranks its collectives: the name (a key without the step), and the times, steps x ranks
     by_ranks: dict[tuple[int, ...], list[tuple[Any, Array]]] = defaultdict(list)
     for name in sorted({key[1:] for key in arrivals}):
         of_steps = [arrivals.get(key_of(step, name), {}) for step in begins]
-        ranks = tuple(sorted(of_steps[0]))
-        if len(ranks) > 1 and all(times.keys() == of_steps[0].keys() for times in of_steps):
+        first = of_steps[0]
+        ranks = tuple(sorted(first))
+        if len(ranks) > 1 and all(times.keys() == first.keys() for times in of_steps):
             by_ranks[ranks].append((name, _since(of_steps, ranks, begins)))
 
     for ranks, columns in by_ranks.items():
@@ -286,7 +297,11 @@ def _more_steps(record: RunRecord, steps: int) -> str:
 
 
 def _steps_of_tables(record: RunRecord, *names: str) -> set[int]:
-    return {row["step"] for name in names for row in record.table(name)}
+    """The steps of which some of these tables have rows."""
+    steps: set[int] = set()
+    for name in names:
+        steps.update(row["step"] for row in record.table(name))
+    return steps
 
 
 def _steps_of(record: RunRecord) -> set[int]:

@@ -27,33 +27,45 @@ def lateness(times: Array) -> Array:
     >>> lateness(np.array([[[0.0, 10.0, 40.0]]])).tolist()
     [[[-25.0, -10.0, 35.0]]]
     """
+    # Nobody has to be taken out to find a median of the others: the n-th of them is the n-th of all, or the next one
+    # where the rank itself comes before. Of 0, 10, 40 the others of the second are 0 and 40, so it came 10 early.
     ordered = np.sort(times, axis=-1)
     ranks = times.shape[-1]
+    # of an odd number of others both places are the same, of an even number the median is between the two
+    places = ((ranks - 2) // 2, (ranks - 1) // 2)
     middles = []
-    for place in ((ranks - 2) // 2, (ranks - 1) // 2):  # of the others, in order
+    for place in places:
         at_place = ordered[..., place, None]
         behind_place = ordered[..., place + 1, None]
-        is_before = times <= at_place  # the rank itself is before the place: the others move up
+        is_before = times <= at_place
         middles.append(np.where(is_before, behind_place, at_place))
-    return times - (middles[0] + middles[1]) / 2
+    median_of_others = (middles[0] + middles[1]) / 2
+    return times - median_of_others
 
 
-def own_delays_by_clock(times: Array, own_clock: Array, steps: Sequence[tuple[int, int]]) -> Array:
+def own_delays_by_clock(
+    times: Array,  # (..., steps, collectives, ranks): the arrivals, since the begin of their step
+    own_clock: Array,  # of the same shape: the arrivals on the ranks' own clocks, which stand still while they wait
+    steps: Sequence[tuple[int, int]],  # of each step its number, and when it began, in ns
+) -> Array:
     """By how much longer than the others each rank took, on its own clock, since the collective before. Same shape.
 
-    `own_clock`: the arrivals on the ranks' own clocks, which stand still while they wait. `steps`: their numbers and
-    when they began, in ns. A first collective whose step before is not known counts with its whole lateness. A delay
-    counts as far as the rank came late by it: who works longer while the others wait elsewhere delays nobody.
+    A first collective whose step before is not known counts with its whole lateness. A delay counts as far as the rank
+    came late by it: who works longer while the others wait elsewhere delays nobody.
     """
+    # from one collective of a step to the next one; the first of each step is filled in below
     took = np.diff(own_clock, axis=-2, prepend=own_clock[..., :1, :])
-    # the first collective of a step follows the last one of the step before
-    for place, ((before, began), (step, begin)) in enumerate(zip(steps, steps[1:]), start=1):
+    took[..., 0, 0, :] = times[..., 0, 0, :]
+    for place in range(1, len(steps)):
+        before, began = steps[place - 1]
+        step, begin = steps[place]
         if step == before + 1:
-            came = own_clock[..., place, 0, :] + (begin - began)  # since the step before began
+            # it follows the last collective of the step before, whose times count from an earlier begin
+            came = own_clock[..., place, 0, :] + (begin - began)
             took[..., place, 0, :] = came - own_clock[..., place - 1, -1, :]
         else:
             took[..., place, 0, :] = times[..., place, 0, :]
-    took[..., 0, 0, :] = times[..., 0, 0, :]
+    # a rank that took 5 longer, and came 3 late by it, has delayed the others by 3
     late = np.maximum(lateness(times), 0.0)
     own: Array = np.minimum(lateness(took), late)
     return own
@@ -67,17 +79,23 @@ def own_delays(times: Array, kinds: Sequence[str]) -> Array:
     ahead to the next collective of the same kind at most, so a longer lateness has made them wait.
     """
     late = lateness(times)
-    released = times.max(axis=-1, keepdims=True)
-    horizon = _until_next_alike(released, kinds)
-    kept = 1.0 - _waited(times, released, horizon)[..., None, None, None]  # of a lateness, where ranks run ahead
+    released = times.max(axis=-1, keepdims=True)  # (..., steps, collectives, 1): when the last rank came
+    horizon = _until_next_alike(released, kinds)  # (..., steps, collectives - 1, 1)
+    # What ranks do not wait for, they keep: of a lateness of 4 ms with a quarter waited for, 3 are still there at the
+    # next collective. One number for all of its steps, collectives and ranks.
+    waited = _waited(times, released, horizon)
+    kept = 1.0 - waited[..., None, None, None]
     late_before = np.clip(late[..., :-1, :], -horizon, horizon)
     own: Array = late.copy()
-    own[..., 1:, :] -= kept * late_before
+    own[..., 1:, :] -= kept * late_before  # nothing comes before the first collective
     return own
 
 
 def _until_next_alike(released: Array, kinds: Sequence[str]) -> Array:
-    """The time from each collective but the last to the next one of its kind, infinite if there is none."""
+    """The time from each collective but the last to the next one of its kind, infinite if there is none.
+
+    Of a gather at 0, a reduction at 10 and a gather at 40: 40 and infinite. `released`: (..., steps, collectives, 1).
+    """
     horizon = np.full_like(released[..., 1:, :], np.inf)
     for place, kind in enumerate(kinds[:-1]):
         if kind in kinds[place + 1 :]:
@@ -94,18 +112,22 @@ def _waited(times: Array, released: Array, horizon: Array) -> Array:
     from step to step at the same collective, after removing how slow the whole step was.
     """
     if times.shape[-2] < 2:
-        return np.ones(times.shape[:-3])
+        return np.ones(times.shape[:-3])  # with one collective a step no interval lies within a step
+    # both (..., steps, collectives - 1, ranks)
     ahead = (released - times)[..., :-1, :]  # for how long it had to wait, if it did
     interval = np.diff(times, axis=-2)  # to its next arrival
 
     # of each interval what is left without the usual one of a step that was as slow
-    usual = np.median(interval, axis=-3, keepdims=True)
+    usual = np.median(interval, axis=-3, keepdims=True)  # (..., 1, collectives - 1, ranks)
     pace = np.divide(interval, usual, out=np.ones_like(interval), where=usual > 0)
-    interval = interval - np.median(pace, axis=(-2, -1), keepdims=True) * usual
+    pace_of_step = np.median(pace, axis=(-2, -1), keepdims=True)  # (..., steps, 1, 1): 1.1 for a step 10 % slower
+    interval = interval - pace_of_step * usual
 
     clear = ahead < horizon / 2  # beyond it a rank that runs ahead may have to wait, too
     ahead = _around_mean(ahead, clear)
     interval = _around_mean(interval, clear)
+    # The slope of a line through the origin: sum(x y) / sum(x x). It is 1 where each ns that a rank came earlier is a
+    # ns longer until its next arrival, since it waited, and 0 where coming early changes nothing.
     of_all = (-3, -2, -1)
     as_if_waiting = 1.0  # ns^2: decides only where no time varies from step to step
     together = (ahead * interval).sum(of_all)
@@ -116,7 +138,7 @@ def _waited(times: Array, released: Array, horizon: Array) -> Array:
 
 def _around_mean(values: Array, clear: Array) -> Array:
     """The values less their mean over the steps, both of the clear ones only; 0 for the others. Same shape."""
-    number = np.maximum(clear.sum(axis=-3, keepdims=True), 1)
+    number = np.maximum(clear.sum(axis=-3, keepdims=True), 1)  # (..., 1, collectives, ranks); no division by 0
     mean = np.where(clear, values, 0).sum(axis=-3, keepdims=True) / number
     return np.where(clear, values - mean, 0)
 
@@ -135,27 +157,36 @@ def _errors(own: Array, usual: Array) -> Array:
     It is twice the standard error of what scatters at each collective by itself, or once that of whole steps, which
     clocks and temperatures make slower or faster at all their collectives together.
     """
-    of_steps = usual.std(axis=-2, ddof=1) / own.shape[-3] ** 0.5
-    return np.maximum(_STANDARD_ERRORS * _standard_errors(own), of_steps)
+    steps = own.shape[-3]
+    of_steps = usual.std(axis=-2, ddof=1) / steps**0.5
+    of_collectives = _STANDARD_ERRORS * _standard_errors(own)
+    return np.maximum(of_collectives, of_steps)
 
 
 def _standard_errors(own: Array) -> Array:
     """The standard error of each effect, from how much the delays at each collective scatter over the steps."""
+    steps = own.shape[-3]
     distance = np.abs(own - np.median(own, axis=-3, keepdims=True))
-    deviation = np.median(distance, axis=-3)
-    error = 1.4826 * 1.2533 * deviation / own.shape[-3] ** 0.5  # of the median of normal noise
+    deviation = np.median(distance, axis=-3)  # (..., collectives, ranks)
+    # of normal noise: its standard deviation is 1.4826 median deviations, and a median's error 1.2533 of a mean's
+    error = 1.4826 * 1.2533 * deviation / steps**0.5
+    # an effect is a sum over collectives, whose errors are independent, so their squares add up
     return np.sqrt((error**2).sum(axis=-2))
 
 
-def verdict(own: Array, step_ns: float, candidates: int) -> tuple[Array, Array]:
+def verdict(
+    own: Array,  # (..., steps, collectives, ranks): the ranks' own delays
+    step_ns: float,  # how long a step lasts: decides which delay is worth naming
+    candidates: int,  # among how many ranks the latest one was looked for
+) -> tuple[Array, Array]:
     """(index of the rank with the largest effect, its p-value corrected for the candidates), each of shape (...).
 
     The p-value is 1 where the effect is too small or does not repeat.
     """
     worth = WORTH_NAMING * step_ns
-    whole = effects(own)
-    index = whole.argmax(axis=-1)
-    usual = _usual_delays(own)
+    whole = effects(own)  # (..., ranks)
+    index = whole.argmax(axis=-1)  # (...): the rank that the rest asks about
+    usual = _usual_delays(own)  # (..., steps, ranks)
 
     # effect: large enough also without its error
     sure_effects = whole - _errors(own, usual)
@@ -163,12 +194,14 @@ def verdict(own: Array, step_ns: float, candidates: int) -> tuple[Array, Array]:
 
     # repetition: in both halves of the steps, and in most of the steps
     half = own.shape[-3] // 2
-    first, second = effects(own[..., :half, :, :]), effects(own[..., half:, :, :])
-    is_largest_in_both = (first.argmax(axis=-1) == index) & (second.argmax(axis=-1) == index)
-    delays_of_rank = np.take_along_axis(usual, index[..., None, None], axis=-1)[..., 0]
-    late_steps = (delays_of_rank >= worth / 2).mean(axis=-1)
+    first_half = effects(own[..., :half, :, :])
+    second_half = effects(own[..., half:, :, :])
+    is_largest_in_both = (first_half.argmax(axis=-1) == index) & (second_half.argmax(axis=-1) == index)
+    delays_of_rank = np.take_along_axis(usual, index[..., None, None], axis=-1)[..., 0]  # (..., steps)
+    late_steps = (delays_of_rank >= worth / 2).mean(axis=-1)  # the part of them
     repeats = is_largest_in_both & (late_steps >= _MOST_STEPS)
 
+    # Bonferroni: the latest of four ranks is as late by chance four times as often as a rank named beforehand
     chance = np.minimum(1.0, candidates * probability(usual, index))
     return index, np.where((sure >= worth) & repeats, chance, 1.0)
 
@@ -179,7 +212,9 @@ def _usual_delays(own: Array) -> Array:
     A delay at a collective counts for no more than the usual delay there of the rank that is latest, so that one long
     disturbance does not outweigh a step.
     """
-    most = np.median(np.abs(own), axis=-3, keepdims=True).max(axis=-1, keepdims=True)
+    # Of a rank with 1, 1, 90 ms at a collective and another one with 2, 2, 2: 2 ms at most, so 1, 1, 2 and 2, 2, 2.
+    usual_delay = np.median(np.abs(own), axis=-3, keepdims=True)  # (..., 1, collectives, ranks)
+    most = usual_delay.max(axis=-1, keepdims=True)  # (..., 1, collectives, 1)
     return np.clip(own, -most, most).sum(axis=-2)
 
 
@@ -196,28 +231,35 @@ def probability(delays: Array, index: Array) -> Array:
     within_step = delays - delays.mean(axis=-1, keepdims=True)
     # whole numbers below `_LEVELS`, so that the distribution of their sum can be computed
     scores = _ranked(within_step) * _LEVELS // (steps * ranks)
-    # The sum's distribution is that of the steps' scores, one convolved with the other: a product of transforms.
-    of_step = (scores[..., None] == np.arange(_LEVELS)).mean(axis=-2)  # how probable each score is in each step
-    size = steps * (_LEVELS - 1) + 1
+    # The sum's distribution is that of the steps' scores, one convolved with the other: a product of transforms. Of two
+    # steps in which a rank has 0 or 1 with the same probability, the sum is 0, 1 or 2 with 1/4, 1/2 and 1/4.
+    of_step = (scores[..., None] == np.arange(_LEVELS)).mean(axis=-2)  # (..., steps, levels): how probable each is
+    size = steps * (_LEVELS - 1) + 1  # sums from 0 to all steps' highest score
     transformed = np.fft.rfft(of_step, size, axis=-1).prod(axis=-2)
     of_sum = np.fft.irfft(transformed, size, axis=-1)
-    at_least = np.cumsum(of_sum[..., ::-1], axis=-1)[..., ::-1]
-    own = np.take_along_axis(scores, index[..., None, None], axis=-1)[..., 0]  # of the rank, in each step
+    at_least = np.cumsum(of_sum[..., ::-1], axis=-1)[..., ::-1]  # of 1/4, 1/2, 1/4: 1, 3/4, 1/4
+
+    # the rank's own sum, and how probable one at least as high is
+    own = np.take_along_axis(scores, index[..., None, None], axis=-1)[..., 0]  # (..., steps)
     as_high = np.take_along_axis(at_least, own.sum(axis=-1)[..., None], axis=-1)[..., 0]
     # the highest sum of all is rarer than rounding: it is the product over the steps
     is_highest = (own == scores.max(axis=-1)).all(axis=-1)
     of_highest = (own[..., None] == scores).mean(axis=-1).prod(axis=-1)
-    return np.where(is_highest, of_highest, np.clip(as_high, float(ranks) ** -steps, 1.0))
+    rarest = float(ranks) ** -steps  # one rank in each step
+    return np.where(is_highest, of_highest, np.clip(as_high, rarest, 1.0))
 
 
 def _ranked(values: Array) -> Array:
     """How many of all values (..., steps, ranks) are lower than each. Same shape, whole numbers."""
+    # the comments show what becomes of 5, 3, 5, 9
     flat = values.reshape(*values.shape[:-2], -1)  # steps and ranks as one axis
-    order = np.argsort(flat, axis=-1, kind="stable")
-    ordered = np.take_along_axis(flat, order, axis=-1)
+    order = np.argsort(flat, axis=-1, kind="stable")  # 1, 0, 2, 3
+    ordered = np.take_along_axis(flat, order, axis=-1)  # 3, 5, 5, 9
     place = np.arange(flat.shape[-1])
-    is_new = np.diff(ordered, axis=-1, prepend=-np.inf) > 0
-    below = np.maximum.accumulate(np.where(is_new, place, 0), axis=-1)  # equal values have the first one's place
+    is_new = np.diff(ordered, axis=-1, prepend=-np.inf) > 0  # yes, yes, no, yes
+    # equal values have the first one's place: 0, 1, 1, 3
+    below = np.maximum.accumulate(np.where(is_new, place, 0), axis=-1)
+    # back in the order of the values: 1, 0, 1, 3
     lower = np.empty_like(order)
     np.put_along_axis(lower, order, below, axis=-1)
     return lower.reshape(values.shape)

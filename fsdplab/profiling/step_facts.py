@@ -155,6 +155,7 @@ class StepFacts:
         rows = [row for row in self.record.table("idle") if row["rank"] == self.worst.rank]
         if not rows:
             return {}
+        # the causes sum to `other_s`, which is of a timed step
         scale = self.other_s / self.worst.other_ns if self.worst.other_ns else 0.0
         causes = {}
         for name in rows[0]:
@@ -198,8 +199,12 @@ class StepFacts:
     @property
     def unit_bytes(self) -> Counter[str]:
         """The bytes of each unit, from the ledger; none without one."""
-        moved = [row for row in self.last_step if row["kind"] in ("all_gather", "reduce_scatter")]
-        return Counter({row["unit"]: row["logical_bytes"] for row in moved})
+        # a unit is moved several times a step: the last one counts, since it has the same bytes each time
+        nbytes: Counter[str] = Counter()
+        for row in self.last_step:
+            if row["kind"] in ("all_gather", "reduce_scatter"):
+                nbytes[row["unit"]] = row["logical_bytes"]
+        return nbytes
 
     @property
     def busy_s(self) -> float:
@@ -220,7 +225,11 @@ class StepFacts:
     @property
     def _carried_s(self) -> float:
         """Seconds for which an emulated link carried the step's bytes; 0 without one."""
-        return sum(row["end_ns"] - row["start_ns"] for row in self.last_step if row["emulated"]) / 1e9
+        carried_ns = []
+        for row in self.last_step:
+            if row["emulated"]:
+                carried_ns.append(row["end_ns"] - row["start_ns"])
+        return sum(carried_ns) / 1e9
 
     @property
     def excess_s(self) -> float:
@@ -259,6 +268,7 @@ class StepFacts:
             return self._carried_s - emulated_bytes / link.bytes_per_s
         if len(rows) < _ENOUGH or statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
+        # of small messages the quickest one is all latency, and the others have as much of it
         lengths = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
         quickest_ns = min(lengths, default=0)
         return quickest_ns / 1e9 * len(rows)
@@ -300,8 +310,10 @@ def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
         return 1.0
     if blocked is None:
         return min(1.0, timed * 1e9 / worst.step_ns)
+    # the timed steps tell for how long the host was blocked; packing is exposed too, though the host works at it
     packing = sum(row["packing_ns"] for row in record.table("collectives") if row["rank"] == worst.rank)
-    return min(1.0, (blocked * 1e9 + packing / worst.steps) / worst.exposed_ns)
+    exposed_ns = blocked * 1e9 + packing / worst.steps
+    return min(1.0, exposed_ns / worst.exposed_ns)
 
 
 def _scaled(cell: ExposedCell, scale: float) -> ExposedCell:
@@ -323,7 +335,10 @@ def _loading(record: RunRecord, steps: set[int]) -> dict[tuple[int, int], float]
 
 def by_rank(values: ByRankAndStep) -> dict[int, float]:
     """Means over the steps: `by_rank({(0, 7): 1.0, (0, 8): 3.0}) == {0: 2.0}`."""
-    return {rank: statistics.fmean(by_step.values()) for rank, by_step in of_ranks(values).items()}
+    means = {}
+    for rank, by_step in of_ranks(values).items():
+        means[rank] = statistics.fmean(by_step.values())
+    return means
 
 
 def of_ranks(values: ByRankAndStep) -> dict[int, dict[int, float]]:
@@ -343,7 +358,10 @@ def beside(values: ByRankAndStep, rank: int) -> tuple[float, float]:
 
 def ahead(values: ByRankAndStep, rank: int, step: int) -> float:
     """By how much a rank's value of one step is above the other ranks' median."""
-    others = [value for (other, at_step), value in values.items() if at_step == step and other != rank]
+    others = []
+    for (other, at_step), value in values.items():
+        if at_step == step and other != rank:
+            others.append(value)
     if not others:
         return 0.0
     return values.get((rank, step), 0.0) - statistics.median(others)
@@ -369,7 +387,9 @@ class Unclaimed:
 
     def __init__(self, cells: Sequence[ExposedCell]) -> None:
         self._cells = cells
-        self._left = {part: [getattr(cell, part) / 1e9 for cell in cells] for part in PARTS_OF_EXPOSED}
+        self._left: dict[str, list[float]] = {}  # of each part the seconds of each cell, in their order
+        for part in PARTS_OF_EXPOSED:
+            self._left[part] = [getattr(cell, part) / 1e9 for cell in cells]
 
     @property
     def waiting(self) -> float:

@@ -40,7 +40,9 @@ def ways_to_lower(spec: Mapping[str, Any], category: str) -> str:
     words = words_of(spec)
     strategy = STRATEGY_ROWS.get(str(spec.get("strategy")))
     sharded = strategy.cuts if strategy else ()
-    recompute = "" if spec.get("checkpoint") not in (None, "none") else words["recompute"]
+    # what the run does already is no way to do better
+    recomputes = spec.get("checkpoint") not in (None, "none")
+    recompute = "" if recomputes else words["recompute"]
     smaller_batch = "" if spec.get("batch_size") == 1 else words["smaller_batch"]
     offloads = spec.get("offload", "none") != "none"
     offload = "" if offloads else words["offload"]

@@ -54,6 +54,8 @@ def living_storages(device: torch.device) -> dict[int, torch.UntypedStorage]:
         at = storage.data_ptr()
         if at and (at not in largest or storage.nbytes() > largest[at].nbytes()):
             largest[at] = storage
+
+    # in the order of their addresses: one that ends by the end of those before it lies inside them
     outermost = {}
     end = 0
     for at in sorted(largest):
@@ -183,7 +185,9 @@ class Owners:
         owned += [(parameter, "sharded_parameters") for parameter in self._optimized()]
 
         # of what lies at the same address the last one counts
-        named = {address(tensor, self._device): category for tensor, category in owned}
+        named: dict[int, str] = {}
+        for tensor, category in owned:
+            named[address(tensor, self._device)] = category
         for tag in self.gradient_tags():
             named[tag.pointer] = tag.category
         for at in self.state_addresses():
@@ -200,11 +204,14 @@ class Owners:
         masters: set[int] = set()
         if self._engine.startswith("deepspeed"):
             masters = {id(master) for master in self._optimized()}
+        parameters: list[Any] = [*self._model.parameters(), *self._optimized()]
+        parameters += [handle.flat_param for handle in flat]
         tags = {}
-        for parameter in [*self._model.parameters(), *self._optimized(), *(handle.flat_param for handle in flat)]:
+        for parameter in parameters:
             grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
             at = address(grad, self._device) if grad is not None else 0
             if at:
+                # of a DTensor the part of this rank, of DeepSpeed's masters what it reduced into its slice
                 is_shard = all_sliced or grad is not parameter.grad or id(parameter) in masters
                 category = "sharded_gradients" if is_shard else "unsharded_gradients"
                 tags[at] = Tag(category, at, grad.untyped_storage().nbytes(), time.time_ns(), "")

@@ -136,8 +136,10 @@ def memory_of(snapshot: Snapshot) -> list[DeviceMemory]:
 def _device(device: int, snapshot: Snapshot) -> DeviceMemory:
     """One device: its state at the end, and its peak from its events."""
     segments = [segment for segment in snapshot.segments if segment.device == device]
+    blocks: list[Block] = []
+    for segment in segments:
+        blocks += segment.blocks
     events = snapshot.events.get(device, ())
-    blocks = [block for segment in segments for block in segment.blocks]
     history = _History(segments, blocks, events)
     free = [block.size for block in blocks if block.state not in (IN_USE, AWAITING_FREE)]
     return DeviceMemory(
@@ -172,12 +174,14 @@ class _History:
         self.out_of_memory: OutOfMemory | None = None
         self._alive = _alive_before(blocks, events)
         self._in_use = sum(allocation.nbytes for allocation in self._alive.values())
+        # The segments are those of the end: 10 GB, of which 4 came in the events, were 6 GB at the beginning.
         self._reserved = sum(segment.size for segment in segments) - _growth(events)
         # An allocator that recorded nothing has its peak at the end, which is then the beginning, too.
         self.peak, self.reserved_at_peak = self._in_use, self._reserved
         self.alive_at_peak = list(self._alive.values())
         highest = self._walk(events, None)
         if highest >= 0:
+            # once more up to the peak, instead of a copy of all that is alive at every new height
             self._alive = _alive_before(blocks, events)
             self._walk(events[: highest + 1], highest)
             self.alive_at_peak = list(self._alive.values())
@@ -215,7 +219,9 @@ def _change(event: Event, more: Sequence[str], less: Sequence[str]) -> int:
     """Bytes that an event adds (one of the actions `more`) or takes away (one of `less`)."""
     if event.action in more:
         return event.nbytes
-    return -event.nbytes if event.action in less else 0
+    if event.action in less:
+        return -event.nbytes
+    return 0
 
 
 def _growth(events: Sequence[Event]) -> int:

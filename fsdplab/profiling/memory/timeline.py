@@ -47,14 +47,14 @@ class MemoryTimeline:
 
     points: list[dict[str, int]]
     totals: list[int]
-    peak: dict[str, int]
+    peak: dict[str, int]  # category -> bytes
     peak_total: int
-    peak_time_ns: int
-    baseline_total: int
+    peak_time_ns: int  # since the beginning
+    baseline_total: int  # bytes at the beginning
     unit_names_gathered_at_peak: list[str]
-    unknown_frees: int
-    unseen_frees: int
-    found_late: int
+    unknown_frees: int  # of addresses where nothing lived
+    unseen_frees: int  # of blocks that another one was put over
+    found_late: int  # storages that only a tag or a hint names
     start_ns: int = 0
     resident_growth: int | None = None
     allocated_peak: int | None = None
@@ -108,12 +108,13 @@ def build_timeline(
     >>> build_timeline(events, tags=[Tag("unsharded_gradients", 900, 40, 6, "a")]).peak_total
     140
     """
+    # the blocks, with what no event shows; what each of them is; and so the bytes at each moment
     events = list(events)
     strays = _strays(blocks_of(events), [*tags, *hints], start_ns)
     blocks = blocks_of([*events, *strays])
     names = _names(blocks, tags, hints, start_ns, work_end_ns)
     by_category = _by_category(blocks, names)
-    times = blocks.times.clip(start_ns).tolist()
+    times = blocks.times.clip(start_ns).tolist()  # what happened before lies at the beginning
     peak = int(np.argmax(blocks.totals))
 
     points: list[dict[str, int]] = []
@@ -173,10 +174,14 @@ def _meant(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[int | Non
             is_of_beginning = (blocks.born[here] == 0) & (blocks.nbytes[here] == tag.nbytes)
             here = here[is_of_beginning]
         else:
-            too_early, too_late = born_ns[here] - tag.time_ns, tag.time_ns - died_ns[here]
+            # how far each block's life is from the tag; 0 for one that lives: a tag at 95 is 5 away from a life of
+            # 100 to 200, and 15 from one that ended at 80
+            too_early = born_ns[here] - tag.time_ns
+            too_late = tag.time_ns - died_ns[here]
             away = np.maximum(too_early, too_late).clip(0)
             nearest_first = np.lexsort((-born_ns[here], away))  # of equals the youngest
-            here = here[nearest_first][: np.count_nonzero(away <= TOLERANCE_NS)]
+            within_tolerance = np.count_nonzero(away <= TOLERANCE_NS)
+            here = here[nearest_first][:within_tolerance]
             if not here.size:
                 lies_inside = (blocks.pointer < tag.pointer) & (tag.pointer < ends)
                 is_alive = (blocks.born == 0) & (tag.time_ns <= died_ns)
@@ -266,6 +271,7 @@ def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
     """
     events = list(events)
     baseline = united(event for event in events if event.time_ns == LONG_AGO)
+    # what happened, with its time: storages of the beginning that were seen to be gone, and all later events
     moments = [(storage.gone_ns, storage) for storage in baseline if storage.gone_ns != NEVER]
     moments += [(event.time_ns, event) for event in events if event.time_ns > LONG_AGO]
     moments.sort(key=lambda moment: moment[0])
@@ -317,6 +323,7 @@ def united(storages: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:
         if last is None or storage.pointer >= last.pointer + last.nbytes:
             joined.append(storage)
             continue
+        # (100, 50) and (140, 20): from 100 to 160
         nbytes = max(last.nbytes, storage.pointer + storage.nbytes - last.pointer)
         named = last if last.category else storage
         joined[-1] = replace(last, nbytes=nbytes, category=named.category, unit=named.unit)

@@ -44,11 +44,13 @@ def bandwidths_by_size(
     took_part: dict[_Messages, list[int]] = defaultdict(list)
     unknown = 0
     for key, members in matched(collectives).items():
+        # one rank's trace may say it where another's does not
         nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
         if nbytes is None:
             unknown += 1
             continue
         ranks = members[0]["group_size"] or ranks_of_job
+        # 9 MB and 15 MB have as many bits: one row
         alike = _Messages(key.kind, members[0]["group"], int(ranks), nbytes.bit_length())
         shortest_ns = min(row["end_ns"] - row["start_ns"] for row in members)
         messages[alike].append((nbytes, shortest_ns))
@@ -57,7 +59,9 @@ def bandwidths_by_size(
     steps = max(1, len({row["step"] for row in collectives}))
     rows = []
     for alike, sent in messages.items():
-        a_rank = len(took_part[alike]) / len(set(took_part[alike]))
+        # of groups with one name all are in this row, and a rank takes part in those of its own only
+        ranks_of_all = took_part[alike]
+        a_rank = len(ranks_of_all) / len(set(ranks_of_all))
         rows.append(_row(alike, sent, a_rank / steps, link_bytes_per_s))
     rows.sort(key=lambda row: -row["size"] * row["count"])
 
@@ -78,7 +82,13 @@ class _Messages(NamedTuple):
     bits: int
 
 
-def _row(alike: _Messages, sent: Sequence[tuple[int, int]], count: float, link_bytes_per_s: float | None) -> Row:
+def _row(
+    alike: _Messages,
+    sent: Sequence[tuple[int, int]],  # of each collective its bytes, and the shortest ns of any rank
+    count: float,  # how many a rank has in a step
+    link_bytes_per_s: float | None,
+) -> Row:
+    """A row of the table: the mean size, the median time, and the speeds that follow from these."""
     nbytes = fmean(nbytes for nbytes, _ in sent)
     time_ns = median(ns for _, ns in sent)
     algbw, busbw = bandwidths(alike.kind, int(nbytes), int(time_ns), alike.ranks)
@@ -128,7 +138,9 @@ def idle_time(idle: Sequence[Row], breakdown: Sequence[Row]) -> Table:
     rows = []
     for rank in sorted({row["rank"] for row in idle}):
         idle_of_rank = [row for row in idle if row["rank"] == rank]
-        parts = {name: fmean(row.get(name) or 0 for row in idle_of_rank) for name in IDLE_PARTS}
+        parts: dict[str, float] = {}  # of each cause the mean over the rank's steps
+        for name in IDLE_PARTS:
+            parts[name] = fmean(row.get(name) or 0 for row in idle_of_rank)
         total_ns = sum(parts.values())
         step_ns = fmean(row["step_ns"] for row in breakdown if row["rank"] == rank)
         share = total_ns / step_ns if step_ns else 0.0

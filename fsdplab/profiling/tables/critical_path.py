@@ -45,10 +45,10 @@ class _Part(NamedTuple):
     """A stretch of the path on one rank: computing, a collective, or neither."""
 
     rank: int
-    what: str
+    what: str  # COMPUTE, IDLE, BEFORE or the kind of a collective
     unit: str
     phase: str
-    start: int
+    start: int  # of the trace's clock, in ns, as `end`
     end: int
 
 
@@ -71,13 +71,16 @@ class _Lane:
         if that is later.
         """
         running = []
+        # From the last row that began before `now` backwards. Of rows 0-90, 10-20 and 30-40, all of them end by 90,
+        # though the last one ends at 40: at 60 the walk goes on to the first, which still runs.
         place = bisect_left(self._starts, now) - 1
         while place >= 0 and self._latest[place] >= now:
             if self.rows[place]["end_ns"] >= now:
                 running.append(self.rows[place])
             place -= 1
-        ended = max(since, self._latest[place]) if place >= 0 else since
-        return running, ended
+        if place < 0:
+            return running, since
+        return running, max(since, self._latest[place])
 
 
 class _Rank(NamedTuple):
@@ -86,8 +89,8 @@ class _Rank(NamedTuple):
     start: int
     end: int
     computing: _Lane
-    exposed: _Lane
-    collectives: _Lane
+    exposed: _Lane  # where a collective held the rank up, joined as the timeline shows it
+    collectives: _Lane  # each from its start to its end, also where it was hidden
 
 
 def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *, in_order: bool = False) -> Table:
@@ -98,12 +101,15 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     Two ranks that compute for 80 and 100 ms and then reduce for 10: 100 ms of the second rank's computing, then the
     collective.
     """
+    # which step: its ranks wait for each other, so that any rank's length of a step stands for all
     lengths: dict[int, int] = {}
     for analysis in analyses:
         for row in analysis.rows("breakdown"):
             lengths[row["step"]] = row["step_ns"]
     if step is None and lengths:
         step = max(lengths, key=lengths.__getitem__)
+
+    # what each rank did in it
     ranks: dict[int, _Rank] = {}
     for analysis in analyses:
         for of_rank in analysis.steps:
@@ -112,8 +118,13 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     if step is None or not ranks:
         known = ", ".join(map(str, sorted(lengths))) or "none"
         raise TraceError(f"no trace has step {step}; expected one of {known}.")
-    collectives = [row for rank in ranks.values() for row in rank.collectives.rows]
-    path = _joined(_walked(ranks, _arrivals(collectives)))
+
+    # the path, and how it is told
+    collectives: list[Row] = []
+    for rank in ranks.values():
+        collectives += rank.collectives.rows
+    backwards = _walked(ranks, _arrivals(collectives))
+    path = _joined(backwards)
     rows = _rows(path)
     sentence = _sentence(step, rows, len(ranks) > 1)
     title = f"Critical path of step {step}"
@@ -129,9 +140,18 @@ def _rows(parts: Sequence[_Part]) -> tuple[Row, ...]:
     rows = []
     for order, part in enumerate(parts, start=1):
         part_ns = part.end - part.start
-        row: Row = {"order": order, "rank": part.rank, "what": part.what, "unit": part.unit, "phase": part.phase}
-        row |= {"start_ns": part.start - begun, "ns": part_ns, "share": part_ns / whole_ns}
-        rows.append(row)
+        rows.append(
+            {
+                "order": order,
+                "rank": part.rank,
+                "what": part.what,
+                "unit": part.unit,
+                "phase": part.phase,
+                "start_ns": part.start - begun,
+                "ns": part_ns,
+                "share": part_ns / whole_ns,
+            }
+        )
     return tuple(rows)
 
 
@@ -142,22 +162,30 @@ def _rank(step: StepAnalysis) -> _Rank:
     exposed: list[Row] = []
     for row in step.timeline:
         if row["lane"] == COMPUTE:
+            # a joined row from 0 to 90 of which the rank computed 0-40 and 50-90: two rows
             for start, end in within(step.computing, row["start_ns"], row["end_ns"]).tolist():
                 computing.append(row | {"start_ns": start, "end_ns": end})
         if row["lane"] == "exposed":
-            exposed.append(row | {"name": row["name"].removesuffix(OFF_LINK)})
+            # with or without bytes on the link, it is the same collective that holds the rank up
+            kind = row["name"].removesuffix(OFF_LINK)
+            exposed.append(row | {"name": kind})
     return _Rank(whole["start_ns"], whole["end_ns"], _Lane(computing), _Lane(exposed), _Lane(step.collectives))
 
 
 def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
-    """For each row of a collective, by identity: the rank that began last, and when."""
+    """For each row of a collective, by identity: the rank that began last, and when.
+
+    Rank 0 begins a gather at 10 and rank 1 at 35: (1, 35) for both of its rows.
+    """
     arrivals: dict[int, tuple[int, int]] = {}
     has_units = any(row["unit"] for row in rows)
     for key, members in matched(rows).items():
+        # of several that begin at once the lowest rank, so that the path is the same whatever order the traces have
         last = max(members, key=lambda row: (row["start_ns"], -row["rank"]))
         first_end = min(row["end_ns"] for row in members)
         apart_ns = last["start_ns"] - first_end
         if key.kind in _WAITS_FOR_ALL and apart_ns > _CLOCKS_AGREE_NS:
+            # nobody can have ended it before all had begun it, so the two times are of two clocks
             of_unit = f" of {key.unit or 'the root'}" if has_units else ""
             raise TraceError(
                 f"the ranks' clocks disagree: {key.kind}{of_unit} ended on one rank"
@@ -171,13 +199,13 @@ def _arrivals(rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
 
 def _walked(ranks: dict[int, _Rank], arrivals: dict[int, tuple[int, int]]) -> list[_Part]:
     """Walk the path backwards: the parts, the last first."""
-    rank = max(ranks, key=lambda rank: (ranks[rank].end, -rank))
+    rank = max(ranks, key=lambda rank: (ranks[rank].end, -rank))  # the one that ends last
     now = ranks[rank].end
     parts = []
     while now > ranks[rank].start:
         part, rank = _part(rank, ranks[rank], now, arrivals)
         parts.append(part)
-        now = part.start
+        now = part.start  # what ends here is the next part, on the rank that was waited for
     first = min(of_rank.start for of_rank in ranks.values())
     if first < now:
         parts.append(_Part(rank, BEFORE, "", "", first, now))
@@ -186,6 +214,7 @@ def _walked(ranks: dict[int, _Rank], arrivals: dict[int, tuple[int, int]]) -> li
 
 def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]) -> tuple[_Part, int]:
     """What ends at `now` on this rank, and the rank that the path goes on with before it."""
+    # Computing wins over a collective that runs beside it: that was hidden, and held nobody up.
     computing, since = here.computing.before(now, here.start)
     if computing:
         row = max(computing, key=itemgetter("end_ns"))
@@ -194,20 +223,32 @@ def _part(rank: int, here: _Rank, now: int, arrivals: dict[int, tuple[int, int]]
     exposed, since = here.exposed.before(now, since)
     if exposed:
         return _exposed(rank, here, exposed, now, arrivals)
+    # neither: back to where the last of both has ended
     return _Part(rank, IDLE, "", "", since, now), rank
 
 
 def _exposed(
-    rank: int, here: _Rank, exposed: Sequence[Row], now: int, arrivals: dict[int, tuple[int, int]]
+    rank: int,
+    here: _Rank,
+    exposed: Sequence[Row],  # the exposed stretches that hold `now`
+    now: int,
+    arrivals: dict[int, tuple[int, int]],  # of each collective: the rank that began last, and when
 ) -> tuple[_Part, int]:
-    """The collective that is exposed at `now`, and the rank that it waited for."""
+    """The collective that is exposed at `now`, and the rank that it waited for.
+
+    Rank 0 waits in a gather from 10 to 40, and rank 1 begins it at 35: the part lasts from 35 to 40, and the path goes
+    on with what rank 1 did before 35.
+    """
     row = max(exposed, key=itemgetter("start_ns"))
     unit, phase, kind = row["unit"], row["phase"], row["name"]
+    # which collective the stretch is of: a row of the timeline says its label only
     under_way, _ = here.collectives.before(now, here.start)
     alike = []
     for other in under_way:
         if (other["unit"], other["phase"], other["kind"]) == (unit, phase, kind):
             alike.append(other)
+
+    # where nothing tells it, the stretch is its own, and nobody was waited for
     last, began = rank, row["start_ns"]
     if alike:
         collective = min(alike, key=lambda other: (other["end_ns"], -other["start_ns"]))
@@ -228,8 +269,9 @@ def _joined(backwards: Sequence[_Part]) -> list[_Part]:
             raise AccountingError(f"the critical path has a gap before {part}; report this with the traces")
     joined = []
     for _, alike in groupby(forwards, lambda part: (part.rank, part.what, part.unit, part.phase)):
-        parts = list(alike)
-        joined.append(parts[0]._replace(end=parts[-1].end))
+        neighbours = list(alike)
+        first, last = neighbours[0], neighbours[-1]
+        joined.append(first._replace(end=last.end))
     return joined
 
 
@@ -250,12 +292,16 @@ def _sentence(step: int, rows: Sequence[Row], several: bool) -> str:
     by_what: Counter[str] = Counter()
     for row in rows:
         by_what[row["what"]] += row["ns"]
-    listed = [f"{seconds(ns / 1e9)} {what}" for what, ns in by_what.most_common()]
+    listed = []
+    for what, ns in by_what.most_common():
+        listed.append(f"{seconds(ns / 1e9)} {what}")
+    whole = seconds(sum(by_what.values()) / 1e9)
+    across = " from the first rank's start to the last rank's end" if several else ""
+
     longest = _shares(rows)[0]
     unit = f" of {longest['unit']}" if longest["unit"] else ""
-    across = " from the first rank's start to the last rank's end" if several else ""
-    whole = seconds(sum(by_what.values()) / 1e9)
+    lasts = seconds(longest["ns"] / 1e9)
     return (
-        f"Step {step} lasts {whole}{across}: {', '.join(listed)}. The largest part is"
-        f" {longest['what']}{unit} on rank {longest['rank']}, {seconds(longest['ns'] / 1e9)}."
+        f"Step {step} lasts {whole}{across}: {', '.join(listed)}."
+        f" The largest part is {longest['what']}{unit} on rank {longest['rank']}, {lasts}."
     )

@@ -62,18 +62,22 @@ def _sentence(rows: Sequence[Row]) -> str:
 
 def _rows(work: Work, by_unit: bool, by_shape: bool) -> list[Row]:
     """A row for each kind and name, and where asked for each unit and shape."""
-    numbers = {"": 0}
+    # what tells rows apart, as numbers; what was not asked for is 0 everywhere
     unit = work.unit if by_unit else np.zeros_like(work.unit)
+    numbers = {"": 0}
     shape: np.ndarray | list[int] = np.zeros_like(work.unit)
     if by_shape:
         shape = [numbers.setdefault(given, len(numbers)) for given in work.shapes]
     shapes = list(numbers)
+
+    # a column of `keys` an element, and of `groups` each different one; `group_of` says which one an element has
     keys = np.stack([work.kind, work.found.name[work.rows], unit, shape])
     groups, group_of = np.unique(keys, axis=1, return_inverse=True)
-    group_of = group_of.reshape(-1)
+    group_of = group_of.reshape(-1)  # some versions of numpy give it two dimensions
     own_ns = np.bincount(group_of, work.own_ns).tolist()
     counts = np.bincount(group_of).tolist()
     ns_of_kind = np.bincount(work.kind, work.own_ns, minlength=len(KINDS)).tolist()
+
     rows = []
     for group in sorted(range(len(own_ns)), key=lambda group: -own_ns[group]):
         kind, name, unit_number, shape_number = groups[:, group].tolist()
@@ -101,7 +105,10 @@ def dimensions(shapes: str) -> str:
     """
     if not shapes:
         return ""
-    tensors = [_tensor(dims) for dims in json.loads(shapes)[0] if isinstance(dims, list) and dims]
+    tensors = []
+    for dims in json.loads(shapes)[0]:
+        if isinstance(dims, list) and dims:  # a number has no dimensions
+            tensors.append(_tensor(dims))
     texts: list[str] = []
     for text, alike in groupby(tensors):
         many = len(list(alike))
@@ -124,9 +131,12 @@ def short(name: str, most: int = 60) -> str:
     `void at::native::add<float>(int)` is `at::native::add`.
     """
     plain = name.removeprefix("void ")
-    plain = plain.split("(")[0] if "(" in plain[1:] else plain
-    plain = plain.split("<")[0] if "<" in plain[1:] else plain
-    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+    for opening in ("(", "<"):
+        if opening in plain[1:]:
+            plain = plain.split(opening)[0]
+    if len(plain) <= most:
+        return plain
+    return f"{plain[: most - 1]}…"
 
 
 # ---- how far ahead of the device the host ran: the delay from launch to start, and how much was queued
@@ -169,8 +179,13 @@ def _streams(work: Work) -> list[Row]:
     rows = []
     for stream in dict.fromkeys(streams[is_launched].tolist()):
         of_stream = is_launched & (streams == stream)
-        started, ended = events.start[work.rows[of_stream]], events.end[work.rows[of_stream]]
-        called, returned = events.start[calls[of_stream]], events.end[calls[of_stream]]
+        work_of_stream = work.rows[of_stream]
+        started = events.start[work_of_stream]
+        ended = events.end[work_of_stream]
+        calls_of_stream = calls[of_stream]
+        called = events.start[calls_of_stream]
+        returned = events.end[calls_of_stream]
+        # work may start before its call returns: no delay
         delay = np.maximum(0, started - returned)
         is_short = ended - started < returned - called
         queued, queue_mean = _queue(called, started)
@@ -192,13 +207,16 @@ def _streams(work: Work) -> list[Row]:
 def _queue(calls: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, float]:
     """How many were queued right after each launch, itself included, and the mean over time; the first call comes
     before the first start.
+
+    Launched at 0, 10 and 20, started at 15, 30 and 50: 1, 2 and 2 are queued, in 50 ns 65/50 on average.
     """
     starts = np.sort(np.maximum(starts, calls))
     calls = np.sort(calls)
     launched = np.searchsorted(calls, calls, side="right")
     started = np.searchsorted(starts, calls, side="left")
     lasted = max(int(starts[-1] - calls[0]), 1)
-    return launched - started, float((starts - calls).sum() / lasted)
+    waited = (starts - calls).sum()  # of all together: however they overtake each other, the sum is the same
+    return launched - started, float(waited / lasted)
 
 
 def _of_launches(work: Work, rows: Sequence[Row]) -> str:

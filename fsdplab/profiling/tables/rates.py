@@ -56,16 +56,22 @@ def counted(work: Work, peak: DevicePeak = DevicePeak()) -> Counted:
     elements = np.flatnonzero(work.of_kind(work.computes) & ~work.communicates)
     operators = work.operator[elements]
     is_first = _first_of_operator(operators)
+    # of each element; an operator that launched three kernels does its operations once, with the first of them
     flops: list[int] = []
     nbytes: list[int] = []
     at_peak_s: list[float] = []
     formats: list[str] = []
-    for element, once in zip(elements.tolist(), is_first.tolist()):
-        name, shapes = _operator_name(work, element), work.shapes[element]
-        products = flops_of(name, shapes) if once else 0
+    for element, stands_for_operator in zip(elements.tolist(), is_first.tolist()):
+        products = 0
+        read_bytes = 0
+        if stands_for_operator:
+            name = _operator_name(work, element)
+            shapes = work.shapes[element]
+            products = flops_of(name, shapes)
+            read_bytes = bytes_of(name, shapes)
         product_format = _format_of_product(work, element)
         flops.append(products)
-        nbytes.append(bytes_of(name, shapes) if once else 0)
+        nbytes.append(read_bytes)
         at_peak_s.append(_seconds_at(products, peak.flops_per_s.get(product_format)))
         formats.append(product_format)
     return Counted(
@@ -83,15 +89,19 @@ def _seconds_at(products: int, rate: float | None) -> float:
     """How long products take at a rate; NaN where the rate is not known, unless there are none."""
     if rate:
         return products / rate
-    return np.nan if products else 0.0
+    if not products:
+        return 0.0
+    return np.nan
 
 
 def _first_of_operator(operators: np.ndarray) -> np.ndarray:
     """Which elements stand for their operator: each counts once, though it may have launched several kernels."""
-    first: np.ndarray = np.zeros(len(operators), dtype=bool)
+    # of the operators 7, 7, -1, 9 the first and the last element; -1 is no operator
+    is_first: np.ndarray = np.zeros(len(operators), dtype=bool)
     known = np.flatnonzero(operators >= 0)
-    first[known[np.unique(operators[known], return_index=True)[1]]] = True
-    return first
+    _, first_places = np.unique(operators[known], return_index=True)
+    is_first[known[first_places]] = True
+    return is_first
 
 
 def _name_of(work: Work, row: int) -> str:
@@ -148,7 +158,11 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
             row["unit"] = work.units[row["group"]]
             rows.append(row)
     rows.sort(key=lambda row: -row["time_ns"])
-    counted_ones = [flops_of(_operator_name(work, element), work.shapes[element]) > 0 for element in counts.elements]
+    # how much of the computing is of operators whose operations are known
+    counted_ones = []
+    for element in counts.elements:
+        flops = flops_of(_operator_name(work, element), work.shapes[element])
+        counted_ones.append(flops > 0)
     is_counted = np.array(counted_ones, dtype=bool)
     covered_ns = float(counts.time_ns[is_counted].sum() / work.steps)
     return Table("achieved", "Achieved rates", _of_units(rows, covered_ns), _OF_UNITS, tuple(rows), _notes(peak))
@@ -157,9 +171,14 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
 def _sums(counts: Counted, groups: np.ndarray, many: int, steps: int, peak: DevicePeak) -> list[Row]:
     """A row for each group: time, calls, operations and bytes of a step, and the rates."""
     columns = (counts.time_ns, counts.is_first, counts.flops, counts.nbytes, counts.at_peak_s)
-    sums = [np.bincount(groups, column, minlength=many) / steps for column in columns]
-    by_group = zip(*(column.tolist() for column in sums))
-    return [{"group": group, **_rates(values, peak)} for group, values in enumerate(by_group)]
+    sums = []  # of each column the sums of all groups
+    for column in columns:
+        of_groups = np.bincount(groups, column, minlength=many) / steps
+        sums.append(of_groups.tolist())
+    rows: list[Row] = []
+    for group, values in enumerate(zip(*sums)):
+        rows.append({"group": group, **_rates(values, peak)})
+    return rows
 
 
 def _rates(sums: Sequence[float], peak: DevicePeak) -> dict[str, Any]:
@@ -241,9 +260,13 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     operations and 1e10 bytes a second, which needs 100, is limited by "computing"; one of 50 by "memory".
     """
     counts = counted(work, peak)
+    # the group of each element: its operator, shapes and format by a number, as they are met
     numbers: dict[tuple[str, str, str], int] = {}
-    keys = [_key_of_shape(work, counts, place) for place in range(len(counts.elements))]
-    groups = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+    of_elements = []
+    for place in range(len(counts.elements)):
+        key = _key_of_shape(work, counts, place)
+        of_elements.append(numbers.setdefault(key, len(numbers)))
+    groups = np.array(of_elements, dtype=np.int64)
     rows = _sums(counts, groups, len(numbers), work.steps, peak)
     whole = float(counts.time_ns.sum()) / work.steps
     for row, (name, shapes, format_) in zip(rows, numbers):
@@ -336,10 +359,11 @@ def copies(work: Work) -> Table:
 
     16 MB that are copied from pageable memory in 4 ms have a bandwidth of 4 GB/s.
     """
-    sums: dict[tuple[str, str], np.ndarray] = {}
+    sums: dict[tuple[str, str], np.ndarray] = {}  # copies, bytes and ns of each direction and kind of memory
     for row, own_ns in _copied(work):
         key = _way(_name_of(work, row))
         nbytes = work.found.details.get(row, {}).get("bytes")
+        # one copy of which they are not known makes the sum unknown, as NaN does
         known_bytes = nbytes if type(nbytes) is int and 0 <= nbytes < _MOST_BYTES else np.nan
         sums[key] = sums.get(key, np.zeros(3)) + (1, known_bytes, own_ns)
     rows = [_copy_row(*key, *(total / work.steps).tolist()) for key, total in sums.items()]
@@ -363,8 +387,10 @@ def _way(name: str) -> tuple[str, str]:
     (('host to device', 'pageable'), ('inside the device', ''))
     """
     direction = next((words for words, pattern in _DIRECTIONS if pattern.search(name)), short(name))
-    kinds = [kind for kind in ("pageable", "pinned") if kind in name.lower()]
-    return direction, kinds[0] if kinds else ""
+    for memory in ("pageable", "pinned"):
+        if memory in name.lower():
+            return direction, memory
+    return direction, ""
 
 
 def _copy_row(direction: str, memory: str, count: float, nbytes: float, time_ns: float) -> Row:

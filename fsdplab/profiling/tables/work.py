@@ -67,6 +67,7 @@ class Work:
         """Each element's unit; of a trace whose engine marks none, its module of the model, where the trace says."""
         if any(self.units):
             return [self.units[unit] for unit in self.unit.tolist()]
+        # a kernel is of the module that launched it, an operator of the one in which it began
         calls = self.found.launched_by[self.rows]
         begun = np.where(calls >= 0, calls, self.rows)
         return Modules(self.found).at(self.found.start[begun], self.found.thread[begun])
@@ -79,7 +80,10 @@ class Work:
 
 def work_in(trace: Work | str | Path, comm_patterns: Sequence[str] = (), shapes: bool = False) -> Work:
     """The named work of a trace, given as its file or as what has been read of it. Raises TraceError."""
-    return trace if isinstance(trace, Work) else work_of(read_events(trace, comm_patterns, shapes=shapes))
+    if isinstance(trace, Work):
+        return trace
+    events = read_events(trace, comm_patterns, shapes=shapes)
+    return work_of(events)
 
 
 def work_of(events: Events) -> Work:
@@ -88,6 +92,7 @@ def work_of(events: Events) -> Work:
     if not len(rows):
         raise TraceError(f"{events.path} has no operators and no work of a device, so there is nothing to list.")
     is_operator = kinds == 0
+    # when each began for the host: an operator at its start, a kernel at its launch, where the trace shows it
     launched = events.of_launch(events.start, rows)
     begun = np.where(~is_operator & known(launched), launched, events.start[rows])
 
@@ -97,21 +102,24 @@ def work_of(events: Events) -> Work:
     own_ns = events.end[rows] - events.start[rows]
     own_ns[is_operator] = [nesting.own_ns[row] for row in operators.tolist()]
     launching = [nesting.around.get(call, -1) for call in events.launched_by[rows].tolist()]
-    operator = np.where(is_operator, rows, launching)
+    operator = np.where(is_operator, rows, launching)  # an operator is its own
 
     # what began in a step, by the unit of its beginning
     steps = pairs([(window.start, window.end) for window in events.steps])
     is_kept: np.ndarray = np.ones(len(rows), dtype=bool)
     if len(steps):
         is_kept = covered(steps + [0, 1], begun)  # their ends count, too
+    # each unit by a number, as they are met: of a, b, a these are 0, 1, 0
+    segments = Segments(events, events.steps)
     numbers: dict[str, int] = {}
-    units = Segments(events, events.steps).units_at(begun[is_kept])
-    unit = np.array([numbers.setdefault(name, len(numbers)) for name in units], dtype=np.int64)
+    unit_numbers: list[int] = []
+    for name in segments.units_at(begun[is_kept]):
+        unit_numbers.append(numbers.setdefault(name, len(numbers)))
     return Work(
         found=events,
         rows=rows[is_kept],
         kind=kinds[is_kept],
-        unit=unit,
+        unit=np.array(unit_numbers, dtype=np.int64),
         units=list(numbers),
         own_ns=own_ns[is_kept],
         operator=operator[is_kept],
@@ -122,13 +130,15 @@ def work_of(events: Events) -> Work:
 
 def _rows_of_work(events: Events) -> tuple[np.ndarray, np.ndarray]:
     """(rows of operators and of a device's work, the position of each one's kind in `KINDS`)."""
+    # of each kind of event the position of the kind of work, so that one look-up serves all rows
     positions: np.ndarray = np.full(len(Kind), -1)
     for kind, name in _KIND_OF.items():
         positions[kind] = KINDS.index(name)
     rows = events.rows(*_KIND_OF)
     kinds = positions[events.kind[rows]]
     is_of_device = kinds > 0
-    counts = is_of_device | np.isin(events.thread[rows], events.compute_threads)
+    on_compute_thread = np.isin(events.thread[rows], events.compute_threads)  # gloo's threads run operators, too
+    counts = is_of_device | on_compute_thread
     return rows[counts], kinds[counts]
 
 
@@ -151,26 +161,41 @@ class _Nesting(NamedTuple):
     around: dict[int, int]
 
 
-def _nested(events: Events, operators: np.ndarray, calls: np.ndarray) -> _Nesting:
-    """Walk through operators and launching calls, thread after thread and the outer one first."""
+def _nested(
+    events: Events,
+    operators: np.ndarray,  # rows of the events
+    calls: np.ndarray,  # rows of launching calls, -1 among them for work whose launch is not known
+) -> _Nesting:
+    """Walk through operators and launching calls, thread after thread and the outer one first.
+
+    An addmm from 0 to 100 with a copy inside it from 20 to 50, in which a kernel is launched at 30: the addmm's own
+    time is 70, the copy's 30, and the copy is around the launch.
+    """
     rows = np.concatenate([operators, np.unique(calls[calls >= 0])])
     order = np.lexsort((-events.end[rows], events.start[rows], events.thread[rows]))
     in_order = rows[order]
     is_operator = order < len(operators)
     nesting = _Nesting({}, {})
     own_ns, around = nesting
-    open_operators: list[tuple[int, int, int]] = []  # row, thread, end
-    for row, opens, thread, start, end in zip(
+    open_operators: list[tuple[int, int, int]] = []  # row, thread, end; the innermost one last
+    columns = zip(
         in_order.tolist(),
         is_operator.tolist(),
         events.thread[in_order].tolist(),
         events.start[in_order].tolist(),
         events.end[in_order].tolist(),
-    ):
-        while open_operators and (open_operators[-1][1] != thread or open_operators[-1][2] <= start):
+    )
+    for row, opens, thread, start, end in columns:
+        # what is of another thread, or has ended, holds neither this one nor any that follows
+        while open_operators:
+            _, open_thread, open_end = open_operators[-1]
+            if open_thread == thread and open_end > start:
+                break
             open_operators.pop()
-        outer, _, outer_end = open_operators[-1] if open_operators else (-1, thread, start)
-        if not opens:
+        outer, outer_end = -1, start
+        if open_operators:
+            outer, _, outer_end = open_operators[-1]
+        if not opens:  # a launching call, inside which nothing is looked for
             around[row] = outer
             continue
         if outer >= 0:  # what of it lies inside the outer one is not the outer one's own
@@ -194,7 +219,8 @@ def flops_of(name: str, shapes: str) -> int:
     if count is None or not shapes:
         return 0
     try:
-        dims_and_values = json.loads(shapes)[::2]  # the types stand between them
+        # dimensions, types, and of a convolution the values of its arguments: without the types
+        dims_and_values = json.loads(shapes)[::2]
         return count(*dims_and_values)
     except (IndexError, TypeError, ValueError):  # shapes of another form than the operator's own
         return 0
@@ -225,20 +251,27 @@ def _convolution(given: list[list[int]], values: list[str] | None = None) -> int
     image, weight = given[:2]
     batch, _, *space = image
     _, _, *kernel = weight
-    padding, stride, dilation = (_numbers(text, len(space)) for text in _geometry(values))
+    padding, stride, dilation = [_numbers(text, len(space)) for text in _geometry(values)]
+    output = space
     if padding and stride and dilation:
         output = []
         for size, width, pad, step, apart in zip(space, kernel, padding, stride, dilation):
+            # of an image 32 wide, padded by 1 on both sides, a kernel of 3 reaches over 3: at a stride of 2 it fits
+            # (34 - 3) // 2 + 1 = 16 times
             reach = apart * (width - 1) + 1
             output.append((size + 2 * pad - reach) // step + 1)
-        space = output
-    return 2 * batch * math.prod(weight) * math.prod(space)
+    return 2 * batch * math.prod(weight) * math.prod(output)
 
 
 def _geometry(values: list[str] | None) -> list[str]:
     """Padding, stride and dilation, as cuDNN's, MIOpen's and oneDNN's operators are given them."""
-    listed = [text for text in values or () if isinstance(text, str) and text.startswith("[")]
-    return listed[:3] if len(listed) >= 3 else ["", "", ""]
+    listed = []
+    for text in values or ():
+        if isinstance(text, str) and text.startswith("["):  # other arguments are numbers and truth values
+            listed.append(text)
+    if len(listed) < 3:
+        return ["", "", ""]
+    return listed[:3]
 
 
 def _numbers(text: str, many: int) -> list[int]:
@@ -246,24 +279,35 @@ def _numbers(text: str, many: int) -> list[int]:
     numbers = [int(number) for number in re.findall(r"\d+", text)]
     if len(numbers) == 1:
         return numbers * many
-    return numbers if len(numbers) == many else []
+    if len(numbers) != many:
+        return []
+    return numbers
 
 
 def _convolution_backward(given: list[list[int]]) -> int:
     """The gradients of the input and of the weight: two products of the forward's size."""
     grad_output, _, weight = given[:3]
-    return 2 * 2 * grad_output[0] * math.prod(weight) * math.prod(grad_output[2:])
+    batch = grad_output[0]
+    space = grad_output[2:]
+    of_forward = 2 * batch * math.prod(weight) * math.prod(space)
+    return 2 * of_forward
 
 
 def _heads_last(query: list[int], key: list[int], value: list[int]) -> int:
     """Attention of tensors of [batch, sequence, heads, head size], as the kernels of FlashAttention take them."""
     batch, rows, heads, width = query
-    return 2 * batch * heads * rows * key[1] * (width + value[-1])
+    keys = key[1]
+    # each of the scores is a sum over the head's width, and a factor of each of the value's columns
+    scores = batch * heads * rows * keys
+    return 2 * scores * (width + value[-1])
 
 
 def _attention(query: list[int], key: list[int], value: list[int]) -> int:
     """Attention of tensors of [batch, heads, sequence, head size]: query times key, and the scores times value."""
-    return 2 * math.prod(query) * key[-2] + 2 * math.prod(query[:-1]) * key[-2] * value[-1]
+    keys = key[-2]
+    of_scores = 2 * math.prod(query) * keys
+    of_output = 2 * math.prod(query[:-1]) * keys * value[-1]  # a score for each query and key, times the value
+    return of_scores + of_output
 
 
 def _attention_backward(given: list[list[int]]) -> int:

@@ -53,12 +53,15 @@ def clocks_of(meetings: Iterable[Sequence[Row]]) -> dict[int, Clock]:
         there = connected.setdefault(edge.second, {edge.second: Clock()})
         if here is there:
             continue
+        # How far the second component's reference is ahead of the first's: rank 1 is 30 ahead of rank 0 and rank 3 is
+        # 10 ahead of rank 2; an edge from 1 to 3 of 50 puts rank 2 at 30 + 50 - 10 = 70 ahead of rank 0.
         ahead = here[edge.first].ahead_ns + edge.ahead - there[edge.second].ahead_ns
         error = math.hypot(edge.error, here[edge.first].error_ns, there[edge.second].error_ns)
         # all of the second component moves into the first
         for rank, clock in there.items():
             here[rank] = Clock(round(clock.ahead_ns + ahead), round(math.hypot(clock.error_ns, error)))
             connected[rank] = here
+    # the lowest rank of each component is its reference
     clocks: dict[int, Clock] = {}
     components = {id(component): component for component in connected.values()}
     for component in components.values():
@@ -92,7 +95,9 @@ def _error(apart: Sequence[int]) -> float:
         return _UNSURE_NS
     middle = median(apart)
     deviation = median(abs(difference - middle) for difference in apart)
-    return max(_LEAST_ERROR_NS, 1.4826 * 1.2533 * deviation / math.sqrt(len(apart)))
+    # of normal noise: its standard deviation is 1.4826 median deviations, and a median's error 1.2533 of a mean's
+    error = 1.4826 * 1.2533 * deviation / math.sqrt(len(apart))
+    return max(_LEAST_ERROR_NS, error)
 
 
 def contradict(meetings: Iterable[Sequence[Row]]) -> bool:

@@ -32,6 +32,7 @@ def launched_collectives(events: Events, groups: Groups) -> list[Collective]:
     for transfer in events.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
             continue
+        # work whose launch the trace does not show counts as issued at its start
         launch, thread = _launch_of(events, transfer.row)
         is_known = launch is not None
         if launch is None:
@@ -40,7 +41,8 @@ def launched_collectives(events: Events, groups: Groups) -> list[Collective]:
         # who issued it, and what it was given
         around = ranges[thread].around(launch) if thread in ranges else []
         unit = next((outer.unit for outer in around if outer.label not in _OF_NO_UNIT), "")
-        evidence = [transfer.details, *_arguments(events, calls.get(thread), launch)]
+        given = _arguments(events, calls.get(thread), launch)
+        evidence = [transfer.details, *given]  # the kernel's own first: it is asked before the calls around it
 
         collective = Collective(_kind_by(evidence, transfer, events), unit, launch)
         collective.own = issued_by_consumer(around, unit)
@@ -72,6 +74,7 @@ def _arguments(events: Events, calls: Nest | None, launch: int) -> list[Mapping[
 
 def _kind_by(evidence: Sequence[Mapping[str, Any]], transfer: Transfer, events: Events) -> str:
     """The collective: as arguments call it, as a call around the launch is named, as the kernel is named."""
+    # arguments of any call tell more than the name of any
     for key in ("Collective name", "name"):
         for details in evidence:
             name = details.get(key)
@@ -81,7 +84,9 @@ def _kind_by(evidence: Sequence[Mapping[str, Any]], transfer: Transfer, events: 
     if transfer.kind:
         return transfer.kind
     name_of_work = events.names[int(events.name[transfer.row])]
-    return PEER_COPY if name_of_work.startswith(("Memcpy", "Copy")) else "other"
+    if name_of_work.startswith(("Memcpy", "Copy")):
+        return PEER_COPY
+    return "other"
 
 
 def _add_copies(events: Events, collectives: Sequence[Collective], ranges: Mapping[int, Nest]) -> None:

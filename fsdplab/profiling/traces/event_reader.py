@@ -96,7 +96,7 @@ def _sign_of_device(events: Events) -> str:
     names = []
     if isinstance(devices, list):
         names = [device.get("name") for device in devices if isinstance(device, dict)]
-    launches = len(events.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0
+    launches = len(events.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0  # calls that start something on a device
     if not launches:  # then a device that is named, or a job over NCCL, is a sign if nothing was sent by the host
         uses_nccl = "nccl" in str(events.distributed.get("backend") or "")
         on_host = any(transfer.carrier in (Kind.GLOO, Kind.SHM) for transfer in events.transfers)
@@ -104,7 +104,9 @@ def _sign_of_device(events: Events) -> str:
             return ""
     if names:
         return f"names {names[0]}"
-    return "launches work" if launches else "is of a job over NCCL"
+    if launches:
+        return "launches work"
+    return "is of a job over NCCL"
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
@@ -135,7 +137,11 @@ def _told(event: dict[str, Any]) -> str:
 def _listed(categories: Mapping[str, int]) -> str:
     """List categories with their time: `npu_kernel (4.20 ms)`."""
     longest = sorted(categories, key=lambda name: -categories[name])[:_MOST_LISTED]
-    return ", ".join(f"{name[:_LONGEST_TEXT]!r} ({seconds(categories[name] / 1e9)})" for name in longest)
+    listed = []
+    for name in longest:
+        lasted = seconds(categories[name] / 1e9)
+        listed.append(f"{name[:_LONGEST_TEXT]!r} ({lasted})")
+    return ", ".join(listed)
 
 
 class _Reader:
@@ -274,7 +280,8 @@ class _Reader:
             return
         allocated = _number(given, "Total Allocated")
         if allocated:
-            device, reserved = _number(given, "Device Id"), _number(given, "Total Reserved")
+            device = _number(given, "Device Id")
+            reserved = _number(given, "Total Reserved")
             self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
     def _note_module(self, event: dict[str, Any]) -> None:
@@ -335,7 +342,9 @@ class _Reader:
 def _number(given: Mapping[str, Any], name: str) -> int:
     """An argument that is a number of at most 62 bits; 0 for anything else."""
     value = given.get(name, 0)
-    return value if type(value) is int and 0 <= value < LATEST_NS else 0
+    if type(value) is not int or not 0 <= value < LATEST_NS:
+        return 0
+    return value
 
 
 def correlation_of(event: dict[str, Any]) -> int:

@@ -75,12 +75,12 @@ class Events:
     base_ns: int
     first: int
     last: int
-    kind: np.ndarray
+    kind: np.ndarray  # of each event, as the five columns after it
     start: np.ndarray
     end: np.ndarray
-    name: np.ndarray
-    thread: np.ndarray
-    correlation: np.ndarray
+    name: np.ndarray  # an index of `names`
+    thread: np.ndarray  # an index of `threads`
+    correlation: np.ndarray  # the number that work of a device shares with its launch; -1 for none
     names: Sequence[str]
     threads: Sequence[tuple[Any, Any]]  # process and thread, as the trace names them
     details: dict[int, dict[str, Any]]
@@ -109,8 +109,10 @@ class Events:
     @cached_property
     def devices(self) -> list[int]:
         """The devices that computed or communicated, by their numbers."""
+        # in a trace a device is a process, whose number is the device's, and its streams are threads
         rows = self.rows(Kind.KERNEL, Kind.COMM)
-        processes = {self.threads[thread][0] for thread in set(self.thread[rows].tolist())}
+        threads = set(self.thread[rows].tolist())
+        processes = {self.threads[thread][0] for thread in threads}
         return sorted(number for number in processes if type(number) is int)
 
     def of_device(self, device: int) -> Events:
@@ -124,8 +126,10 @@ class Events:
         """(bytes allocated, bytes reserved) at most in these steps, of the device that has most allocated; None where
         the profiler noted none.
         """
+        # a row a note: when, of which device, bytes allocated and reserved
         times = self.memory[:, 0]
-        noted = self.memory[(times >= windows[0].start) & (times <= windows[-1].end)]
+        in_steps = (times >= windows[0].start) & (times <= windows[-1].end)
+        noted = self.memory[in_steps]
         if not len(noted):
             return None, None
         _, devices, allocated, _ = noted.T
@@ -160,6 +164,8 @@ class Events:
         calls = calls[self.correlation[calls] >= 0]
         if not len(calls):
             return launched_by
+
+        # in the order of their numbers, so that one search finds the calls of all work
         calls = calls[np.argsort(self.correlation[calls], kind="stable")]
         numbers_of_calls = self.correlation[calls]
         work = self.rows(*DEVICE_WORK)
@@ -181,6 +187,7 @@ class Events:
     @cached_property
     def compute_threads(self) -> list[int]:
         """Threads whose operators compute: all but gloo's, which run no engine's ranges and not most operators."""
+        # how many operators each thread ran
         counts = np.bincount(self.thread[self.rows(Kind.OPERATOR)], minlength=len(self.threads))
         with_gloo = set(self.thread[self.rows(Kind.GLOO)].tolist())
         with_ranges = set(self.thread[self.rows(Kind.RANGE)].tolist())
@@ -219,9 +226,18 @@ class Events:
         """Events of a kind as ranges, the outer one first; `named` gives a name's label and unit."""
         rows = self.rows(kind)
         rows = rows[np.lexsort((-self.end[rows], self.start[rows]))]
-        labels = {number: named(self.names[number]) for number in set(self.name[rows].tolist())}
-        columns = (column[rows].tolist() for column in (self.name, self.start, self.end, self.thread))
-        return [Range(*labels[name], *others) for name, *others in zip(*columns, rows.tolist())]
+        # each name is looked into once, however many ranges have it
+        labels: dict[int, tuple[str, str]] = {}
+        for number in set(self.name[rows].tolist()):
+            labels[number] = named(self.names[number])
+        columns = zip(
+            self.name[rows].tolist(),
+            self.start[rows].tolist(),
+            self.end[rows].tolist(),
+            self.thread[rows].tolist(),
+            rows.tolist(),
+        )
+        return [Range(*labels[name], start, end, thread, row) for name, start, end, thread, row in columns]
 
     @cached_property
     def transfers(self) -> list[Transfer]:
@@ -230,11 +246,13 @@ class Events:
         return sorted(transfers, key=lambda transfer: (transfer.start, -transfer.end))
 
     def _transfer(self, row: int) -> Transfer:
+        """An event that moves bytes, with the arguments that it was given."""
         name = self.names[int(self.name[row])]
         carrier = Kind(int(self.kind[row]))
         kind = self._collective_named(name, carrier)
-        start, end, thread = int(self.start[row]), int(self.end[row]), int(self.thread[row])
-        return Transfer(kind, start, end, carrier, thread, row, self.details[row])
+        return Transfer(
+            kind, int(self.start[row]), int(self.end[row]), carrier, int(self.thread[row]), row, self.details[row]
+        )
 
     def _collective_named(self, name: str, carrier: Kind) -> str:
         """The collective that an event's own name says; "" where it says none."""

@@ -51,11 +51,16 @@ class Groups:
         self._rank = _whole_number(distributed.get("rank"))
         self._by_name: dict[str, Group] = {}
         configured = distributed.get("pg_config")
-        for entry in configured if isinstance(configured, list) else ():
+        if not isinstance(configured, list):
+            configured = []
+        for entry in configured:
             ranks = entry.get("ranks") if isinstance(entry, dict) else None
-            if isinstance(ranks, list) and ranks and all(type(rank) is int for rank in ranks):
-                group = Group(str(entry.get("pg_desc") or ""), len(ranks), members_text(ranks))
-                self._by_name[str(entry.get("pg_name"))] = group
+            if not isinstance(ranks, list) or not ranks:
+                continue
+            if all(type(rank) is int for rank in ranks):
+                description = str(entry.get("pg_desc") or "")
+                name = str(entry.get("pg_name"))
+                self._by_name[name] = Group(description, len(ranks), members_text(ranks))
 
     @property
     def only(self) -> Group:
@@ -85,8 +90,12 @@ class Groups:
         shard, whole = sorted(_numel(dims) for dims in shapes[:2])
         if not shard or whole % shard:
             return UNKNOWN
-        group = self._one([group for group in self._by_name.values() if group.size == whole // shard])
-        return UNKNOWN if group.members == ONE_OF_SEVERAL else group
+        # 8 elements of which each rank gives 2: a group of 4
+        size = whole // shard
+        group = self._one([group for group in self._by_name.values() if group.size == size])
+        if group.members == ONE_OF_SEVERAL:
+            return UNKNOWN
+        return group
 
     def _of_message(self, name: str, numbers: Any) -> Group:
         """The group of a send or a receive, whose third argument is the other rank."""
@@ -94,7 +103,10 @@ class Groups:
         peer = str(numbers[2]) if isinstance(numbers, list) and len(numbers) > 2 else ""
         if self._rank is None or group.size is None or not peer.isdecimal():
             return UNKNOWN
-        sender, receiver = (self._rank, int(peer)) if "send" in name else (int(peer), self._rank)
+        # both ranks write the message alike, so that they meet in it
+        sender, receiver = self._rank, int(peer)
+        if "send" not in name:
+            sender, receiver = receiver, sender
         return Group(group.name, group.size, f"{sender}>{receiver} of {group.members}")
 
     def of_call(self, evidence: Sequence[Mapping[str, Any]]) -> Group:
@@ -107,9 +119,14 @@ class Groups:
 
     def _of(self, details: Mapping[str, Any]) -> Group:
         """The group as NCCL's arguments name it, with the number that PyTorch gives it as a part of its identity."""
+        # the name for readers: the description where there is one, else PyTorch's number
         number = details.get("Process Group Name")
         description = details.get("Process Group Description")
-        shown = next((text for text in (description, number) if isinstance(text, str) and text), "")
+        shown = ""
+        for text in (description, number):
+            if isinstance(text, str) and text:
+                shown = text
+                break
         size = _whole_number(details.get("Group size"))
         if size is not None and size <= 0:
             size = None
@@ -123,22 +140,31 @@ class Groups:
 
     def _members(self, name: Any, ranks: Any, size: int | None) -> str:
         """The members as the call lists them, as the configuration does, or all ranks where the size says so."""
-        listed = [int(rank) for rank in re.findall(r"\d{1,9}", str(ranks))] if ranks else []
+        # as the call lists them, text such as "[0, 1, 2, 3]"
+        listed: list[int] = []
+        if ranks:
+            listed = [int(rank) for rank in re.findall(r"\d{1,9}", str(ranks))]
         if listed:
             members = members_text(listed)
-            return f"{members},{_CUT_OFF}" if _CUT_OFF in str(ranks) else members
+            if _CUT_OFF in str(ranks):
+                members = f"{members},{_CUT_OFF}"
+            return members
         configured = self._by_name.get(str(name))
         if configured is not None:
             return configured.members
-        is_whole_job = size is not None and size == self._world
-        return members_text(range(size)) if size is not None and is_whole_job else ""
+        if size is None or size != self._world:
+            return ""
+        return members_text(range(size))
 
     @staticmethod
     def _one(groups: Sequence[Group]) -> Group:
         """The group, where all of these have the same members; ONE_OF_SEVERAL where they have not."""
-        if len({group.members for group in groups}) > 1:
+        if not groups:
+            return UNKNOWN
+        different = {group.members for group in groups}
+        if len(different) > 1:
             return Group("", None, ONE_OF_SEVERAL)
-        return groups[0] if groups else UNKNOWN
+        return groups[0]
 
 
 def _whole_number(value: Any) -> int | None:
@@ -161,8 +187,10 @@ def _pair(details: Mapping[str, Any]) -> str:
     target = _whole_number(details.get("Dst Rank"))
     if source is None or target is None or source == target or min(source, target) < 0:
         return ""
-    is_message = kind_of(str(details.get("Collective name") or "")) == PAIRED
-    return f"{source}>{target} of " if is_message else ""
+    name = str(details.get("Collective name") or "")
+    if kind_of(name) != PAIRED:
+        return ""
+    return f"{source}>{target} of "
 
 
 def of_axis(spec: Mapping[str, Any], rank: int, kind: str) -> Group:

@@ -60,6 +60,7 @@ class Drafts:
 
     def _take_mark(self, mark: Range, to_close: dict[tuple[str, str], deque[Collective]]) -> None:
         """Open a draft with an engine's range, or find the draft that the range closes or goes on with."""
+        # which kind of draft it closes or goes on with; None where it opens one
         goes_on = mark.label in GOES_ON
         closes = CLOSES.get(mark.label)
         if goes_on:
@@ -69,6 +70,7 @@ class Drafts:
         kind = closes or OPENS[mark.label]
         queue = to_close[kind, mark.unit]
 
+        # the draft: the oldest that is open, or a new one
         if goes_on and not queue:
             return
         if goes_on:
@@ -85,7 +87,8 @@ class Drafts:
     def _open(self, kind: str, unit: str, issue: int, mark: Range | None = None) -> Collective:
         """Begin a draft that waits for its transport; `mark` is the range or the call that issued it."""
         draft = Collective(kind, unit, issue, mark=mark)
-        draft.own = mark is not None and issued_by_consumer(self._around(mark), unit)
+        if mark is not None:
+            draft.own = issued_by_consumer(self._around(mark), unit)
         self.collectives.append(draft)
         self._awaiting.add(draft)
         return draft
@@ -93,7 +96,9 @@ class Drafts:
     def _around(self, call: Range) -> list[Range]:
         """The engine's ranges around a call, the innermost first."""
         nest = self._nests.get(call.thread)
-        return nest.around(call.start) if nest is not None else []
+        if nest is None:  # a thread on which the engine runs nothing
+            return []
+        return nest.around(call.start)
 
     # ---- transports
 
@@ -156,12 +161,15 @@ class Drafts:
         carried = [draft for draft in self.collectives if draft.transport]
         carried.sort(key=attrgetter("end"))
         by_unit = grouped(carried, attrgetter("unit"))
-        times = {unit: np.array([(draft.end, draft.issue) for draft in drafts]).T for unit, drafts in by_unit.items()}
+        times: dict[str, np.ndarray] = {}  # of each unit two rows: when its transfers ended, and were issued
+        for unit, drafts in by_unit.items():
+            times[unit] = np.array([(draft.end, draft.issue) for draft in drafts]).T
         for wait in self._events.ranges:
             if wait.label != "link" or wait.unit not in times:
                 continue
             ends, issues = times[wait.unit]
             was_issued = issues <= wait.end
+            # a wait that ends at 50, of transfers that ended at 48 and 70 and were issued by then: the first one
             distance = np.where(was_issued, abs(ends - wait.end), LATEST_NS)
             nearest = int(np.argmin(distance))
             if was_issued[nearest]:
@@ -234,18 +242,25 @@ class _Awaiting:
     def oldest(self, until: int, *key: str) -> Collective | None:
         """The first that was issued by `until`: `oldest(9, "gather")`, `oldest(9, "of kind", "all_gather", "unit")`."""
         drafts = self._lists.get(key)
-        return drafts[0] if drafts and drafts[0].issue <= until else None
+        if not drafts or drafts[0].issue > until:
+            return None
+        return drafts[0]
 
     def newest(self, until: int, *key: str) -> Collective | None:
         """The last that was issued by `until`."""
         drafts = self._lists.get(key, [])
-        issued = bisect_right(drafts, until, key=_ISSUE)
-        return drafts[issued - 1] if issued else None
+        issued = bisect_right(drafts, until, key=_ISSUE)  # how many of them
+        if not issued:
+            return None
+        return drafts[issued - 1]
 
     @staticmethod
     def _keys(draft: Collective) -> list[tuple[str, ...]]:
+        """The lists that a draft is in: with and without its unit, since a transport may not tell that."""
         family = _family(draft.kind)
-        return [(family,), (family, draft.unit), ("of kind", draft.kind), ("of kind", draft.kind, draft.unit)]
+        of_family = [(family,), (family, draft.unit)]
+        of_kind = [("of kind", draft.kind), ("of kind", draft.kind, draft.unit)]
+        return [*of_family, *of_kind]
 
 
 def _family(kind: str) -> str:
@@ -258,14 +273,17 @@ def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
     began = row["start_ns"]
     if row["kind"] != "all_gather":
         return began
-    earlier = [unshard["time_ns"] for unshard in unshards if unshard["unit"] == row["unit"]]
-    return max((time_ns for time_ns in earlier if time_ns <= began), default=began)
+    earlier = []
+    for unshard in unshards:
+        if unshard["unit"] == row["unit"] and unshard["time_ns"] <= began:
+            earlier.append(unshard["time_ns"])
+    return max(earlier, default=began)
 
 
 def _outermost(calls: Sequence[Range]) -> list[Range]:
     """Calls that are not made by another call of the list: functional collectives call the plain ones."""
     kept: list[Range] = []
-    until: dict[int, int] = {}
+    until: dict[int, int] = {}  # of each thread, when the last call that was kept ends
     for call in calls:
         if call.start >= until.get(call.thread, call.start):
             kept.append(call)

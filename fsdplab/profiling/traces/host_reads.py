@@ -31,12 +31,19 @@ class HostReads:
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        optimizer = [(labelled.start, labelled.end) for labelled in events.ranges if labelled.label == "optimizer"]
+        # An optimizer reads and takes norms by itself, and a norm of a list calls those of its tensors where no kernel
+        # takes all at once: neither is what somebody wrote into the loop.
+        optimizer: list[tuple[int, int]] = []
+        for labelled in events.ranges:
+            if labelled.label == "optimizer":
+                optimizer.append((labelled.start, labelled.end))
         lists = events.spans_of(_rows_named(events, _OF_A_LIST))
         not_counted = union(pairs(optimizer), lists)
-        self._rows: dict[str, np.ndarray] = {}
+
+        self._rows: dict[str, np.ndarray] = {}  # of each name: its operators, as rows of the events
         for name, operators in COUNTED.items():
-            self._rows[name] = _outside(events, _rows_named(events, operators), not_counted)
+            rows = _rows_named(events, operators)
+            self._rows[name] = _outside(events, rows, not_counted)
         self._graphs = _Graphs(events)
 
     def of_step(self, window: Window, rank: int) -> list[dict[str, Any]]:
@@ -44,8 +51,16 @@ class HostReads:
         counts = {**self._operators(window), **self._graphs.of_step(window)}
         activities = []
         for name, (count, took_ns) in counts.items():
-            where = {"rank": rank, "step": window.number, "name": name}
-            activities.append({**where, "count": count, "took_ns": took_ns, "nbytes": 0})
+            activities.append(
+                {
+                    "rank": rank,
+                    "step": window.number,
+                    "name": name,
+                    "count": count,
+                    "took_ns": took_ns,
+                    "nbytes": 0,  # nothing is moved
+                }
+            )
         return activities
 
     def _operators(self, window: Window) -> dict[str, tuple[int, int]]:
@@ -55,8 +70,8 @@ class HostReads:
             starts = self._events.start[rows]
             in_step = rows[(starts >= window.start) & (starts < window.end)]
             if len(in_step):
-                took_ns = int((self._events.end[in_step] - self._events.start[in_step]).sum())
-                counts[name] = len(in_step), took_ns
+                lasted = self._events.end[in_step] - self._events.start[in_step]
+                counts[name] = len(in_step), int(lasted.sum())
         return counts
 
 
@@ -64,15 +79,20 @@ class _Graphs:
     """The numbers of autograd's nodes in one trace: when a forward built them, and which of them a backward used."""
 
     def __init__(self, events: Events) -> None:
+        # Operators of a forward that built nodes 5, 6 and 7, and ranges of autograd that ran 7 and 6: node 5 was built
+        # and not used.
         self._events = events
-        rows, numbers = events.sequence[:, 0], events.sequence[:, 1]
+        rows = events.sequence[:, 0]
+        numbers = events.sequence[:, 1]
         is_forward = events.kind[rows] == Kind.OPERATOR
+        self._used = set(numbers[~is_forward].tolist())
+
+        # what runs inside a backward is recomputed: the graph that it builds is used at once
         forward = rows[is_forward]
         backward = union(events.spans(Kind.AUTOGRAD))
-        is_kept = np.isin(forward, _outside(events, forward, backward))  # inside a backward it is recomputed
-        self._built = forward[is_kept]
-        self._numbers = numbers[is_forward][is_kept]
-        self._used = set(numbers[~is_forward].tolist())
+        is_kept = np.isin(forward, _outside(events, forward, backward))
+        self._built = forward[is_kept]  # the operators, as rows of the events
+        self._numbers = numbers[is_forward][is_kept]  # of each of them its node's
 
     def of_step(self, window: Window) -> dict[str, tuple[int, int]]:
         """How many nodes a step built and dropped, and for how long; nothing where no backward has numbers."""
@@ -86,11 +106,14 @@ class _Graphs:
         return {NODES: (len(numbers), self._lasted(in_step)), DROPPED: (len(dropped), self._lasted(of_dropped))}
 
     def _lasted(self, which: np.ndarray) -> int:
-        return size(union(self._events.spans_of(self._built[which])))
+        """For how long these operators ran, those inside others counted once."""
+        spans = self._events.spans_of(self._built[which])
+        return size(union(spans))
 
 
 def _rows_named(events: Events, names: Iterable[str]) -> np.ndarray:
     """The rows of events of these names."""
+    # an event holds the number of its name, so each different name is compared once
     wanted = set(names)
     numbers = [number for number, name in enumerate(events.names) if name in wanted]
     return np.flatnonzero(np.isin(events.name, numbers))
@@ -101,6 +124,7 @@ def _outside(events: Events, rows: np.ndarray, spans: Intervals) -> np.ndarray:
     if not len(spans):
         return rows
     starts = events.start[rows]
+    # disjoint spans: only the one that began last can hold a start; -1 where none began before it
     last_begun = np.searchsorted(spans[:, 0], starts, side="right") - 1
     is_inside = (last_begun >= 0) & (starts < spans[last_begun, 1])
     return rows[~is_inside]

@@ -51,7 +51,8 @@ def idle_causes(events: Events, device: Intervals) -> tuple[Intervals, np.ndarra
     gaps = subtract([(events.first, events.last)], device)
     late, queued = _by_launch(events, gaps)
     # A blocked host cannot launch ahead: a gap that begins while it is blocked is the synchronisation's to its end.
-    dry = late[covered(union(blocked + [0, _RETURN_NS]), late[:, 0])]
+    blocked_until_return = union(blocked + [0, _RETURN_NS])
+    dry = late[covered(blocked_until_return, late[:, 0])]
     short = queued[queued[:, 1] - queued[:, 0] < _KERNEL_GAP_NS]
     cells = Cells([events.first, events.last], late, short, to_host, inside_device, loading, blocked)
     is_host_late = cells.inside(late)
@@ -79,10 +80,13 @@ def _by_launch(events: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
     starts = np.append(starts[order], events.last)
     launches = np.append(launches[order], events.last)
 
+    # the first work that starts at a gap's end or later; one past the last is the end of the trace
     next_work = np.searchsorted(starts[:-1], gaps[:, 1])
     launched = launches[next_work]
     gap_starts, gap_ends = gaps[:, 0], gaps[:, 1]
     is_late = known(launched) & (launched > gap_starts)
+    # A gap from 0 to 500 us with a launch at 450: all of it is the host's. With a launch at 200: up to there, since
+    # the work then waited for something else.
     starts_at_once = gap_ends - launched < AT_ONCE_NS
     host_until = np.where(starts_at_once, gap_ends, launched)
     of_host = np.stack([gap_starts[is_late], host_until[is_late]], axis=1)

@@ -62,13 +62,18 @@ def record_of_traces(
         raise TraceError(
             f"{len(ranks)} ranks were given for {len(files)} traces; expected one for each file, in the files' order."
         )
+    # each file is read alone; then they are one job, on one clock, and tell who waited for whom
     readings = _readings(files, ranks, comm_patterns)
     analyses = by_device(read_all(readings, progress), comm_patterns)
     analyses, chosen = of_one_job(analyses)
     analyses = with_peers(analyses)
+
     tables: dict[str, list[Row]] = {}
     for name in TABLES:
-        tables[name] = [row for analysis in analyses for row in analysis.rows(name)]
+        rows: list[Row] = []
+        for analysis in analyses:
+            rows += analysis.rows(name)
+        tables[name] = rows
     if not any(row["step_ns"] for row in tables["breakdown"]):
         raise TraceError(f"{files[0]} has steps that take no time; record it again with PyTorch's profiler.")
     tables["steps"] = _steps(analyses)
@@ -119,15 +124,21 @@ def _name(files: Sequence[Path]) -> str:
 
 def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
     """Rows of the table `steps`, where a trace shows a DataLoader: how long each step's data took, and no more."""
-    if not any(step.loading_ns for analysis in analyses for step in analysis.steps):
-        return []
     rows = []
     for analysis in analyses:
         for step in analysis.steps:
-            row: Row = {"rank": analysis.rank, "step": step.step, "loss": None, "step_time_s": None, "tokens": None}
-            row["loading_s"] = step.loading_ns / 1e9
-            rows.append(row)
-    return rows
+            rows.append(
+                {
+                    "rank": analysis.rank,
+                    "step": step.step,
+                    "loss": None,
+                    "step_time_s": None,
+                    "tokens": None,
+                    "loading_s": step.loading_ns / 1e9,
+                }
+            )
+    shows_loading = any(row["loading_s"] for row in rows)
+    return rows if shows_loading else []
 
 
 def _sources(
@@ -153,18 +164,23 @@ def _sources(
 
 def _notes(analyses: Sequence[TraceAnalysis], collectives: Sequence[Row], chosen: Sequence[str]) -> list[str]:
     """What must be said beside the tables: of the whole job first, then of ranks, clocks, bytes and steps."""
+    # the whole job
     notes = []
-    given, job = len(analyses), analyses[0].world_size
+    given = len(analyses)
+    job = analyses[0].world_size
     if job and given < job:
         notes.append(f"{given} of the job's {job} ranks were given: what the others did is not known")
     if analyses[0].origin.link is not None:
         notes.append(_WITHOUT_LINK)
+
+    # the ranks: what is said of several of them is said once
     ranks_by_note: dict[str, list[int]] = defaultdict(list)
     for analysis in analyses:
         for sentence in (*analysis.no_step.sentences(), *analysis.odd):
             ranks_by_note[sentence].append(analysis.rank)
     for sentence, ranks in ranks_by_note.items():
         notes.append(f"{_ranks(ranks, given)}: {sentence}")
+
     clocks = in_words({analysis.rank: analysis.clock for analysis in analyses})
     for sentence in (clocks, _unsaid(collectives)):
         if sentence:
@@ -189,7 +205,10 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
     """Whose note it is: `rank 3`, `ranks 0, 2`, `every rank`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return "every rank" if len(ranks) == of else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == of:
+        return "every rank"
+    listed = ", ".join(map(str, ranks))
+    return f"ranks {listed}"
 
 
 def _summary(
@@ -231,6 +250,7 @@ def load_all(paths: Sequence[Path], options: TraceOptions, progress: Progress | 
     loaded: list[RunRecord] = []
     files: list[Path] = []
     folders: list[list[Path]] = []
+    # what each place is; a folder of traces is one run, and all files together are one, too
     for path in map(_its_record, paths):
         if path.exists() and not path.is_dir():
             files.append(path)
@@ -241,6 +261,7 @@ def load_all(paths: Sequence[Path], options: TraceOptions, progress: Progress | 
         else:
             loaded.append(RunRecord.load(path))
     runs = [files, *folders] if files else folders
+
     traced = []
     for run in runs:
         record = record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
@@ -269,4 +290,5 @@ def _records_below(path: Path) -> list[Path]:
     if not path.is_dir() or (path / "run.json").exists():
         return []
     records = [file.parent for file in path.glob("*/run.json")]
-    return sorted(records, key=lambda record: (len(record.name.partition("-")[0]), record.name))  # 9-... before 10-...
+    # by the length of the number first, so that 9-... comes before 10-...
+    return sorted(records, key=lambda record: (len(record.name.partition("-")[0]), record.name))

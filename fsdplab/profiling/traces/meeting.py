@@ -72,9 +72,11 @@ def _names(rows: Sequence[Row]) -> Callable[[Row], str]:
     for row in rows:
         members, _, number = _members(row).partition(" #")
         numbers[_whole_group(members)][row["rank"]].add(number)
+    # the groups whose numbers are the same on every rank, such as {0: {"1", "2"}, 1: {"2", "1"}}
     agreed = set()
     for group, by_rank in numbers.items():
-        if len({frozenset(of_rank) for of_rank in by_rank.values()}) == 1:
+        different = {frozenset(of_rank) for of_rank in by_rank.values()}
+        if len(different) == 1:
             agreed.add(group)
 
     def name_of(row: Row) -> str:
@@ -110,15 +112,23 @@ def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iter
     if not group:
         yield from _met_by_name(rows)
         return
-    listed = group.count(",") + 1  # the members that the identity lists
-    size = next((row["group_size"] for row in rows if row.get("group_size")), listed)
-    is_shared = len(users.get(_members(rows[0]), ())) > size  # several groups go by this name
+    size = group.count(",") + 1  # the members that the identity lists, where no row tells how many there are
+    for row in rows:
+        if row.get("group_size"):
+            size = row["group_size"]
+            break
+
+    # what may be of another group stands alone
+    users_of_name = users.get(_members(rows[0]), ())
+    is_shared = len(users_of_name) > size  # several groups go by this name
     others = []
     for row in rows:
         if is_shared or group == ONE_OF_SEVERAL or _may_be_of_others(row, group, size):
             yield [row]
         else:
             others.append(row)
+
+    # the rest meets by its order, or by kind
     in_order = sorted(others, key=lambda row: (row["rank"], *_issued(row)))
     by_rank = grouped(in_order, itemgetter("rank"))
     orders_of_kinds = {tuple(row["kind"] for row in of_rank) for of_rank in by_rank.values()}
@@ -138,17 +148,21 @@ def _may_be_of_others(row: Row, group: str, size: int) -> bool:
 
 def _issued(row: Row) -> tuple[int, int]:
     """A key for the order of a rank's calls."""
+    start: int = row["start_ns"]
     issue: int | None = row.get("issue_ns")
-    return (row["start_ns"] if issue is None else issue), row["start_ns"]
+    if issue is None:
+        issue = start
+    return issue, start
 
 
 def _met_by_count(rows: Sequence[Row], closer: Callable[[Row], Any] | None = None) -> Iterator[list[Row]]:
     """The n-th of each rank, where all have equally many; else the same of those that are alike in more."""
     by_rank = grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank"))  # the lowest rank first
     in_order = [sorted(of_rank, key=_issued) for of_rank in by_rank.values()]
-    if len({len(of_rank) for of_rank in in_order}) == 1:
+    counts = {len(of_rank) for of_rank in in_order}
+    if len(counts) == 1:
         yield from map(list, zip(*in_order))
-    elif closer is None:
+    elif closer is None:  # nothing tells which of them is missing on a rank
         yield from ([row] for row in rows)
     else:
         for alike in grouped(rows, closer).values():
@@ -164,7 +178,9 @@ def _met_by_name(rows: Sequence[Row]) -> Iterator[list[Row]]:
     ranks = {row["rank"] for row in rows}
 
     def name(row: Row) -> tuple[Any, ...]:
-        phase = "" if row["kind"] == PAIRED and len(ranks) <= 2 else row["phase"]
+        phase = row["phase"]
+        if row["kind"] == PAIRED and len(ranks) <= 2:
+            phase = ""  # a send may be in another phase of its rank than the receive of its own
         return row["unit"], phase, row["kind"]
 
     for (_, _, kind), of_name in grouped(rows, name).items():

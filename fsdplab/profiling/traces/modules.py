@@ -22,6 +22,7 @@ class Modules:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._around = nests(events.modules)
+        # an operator and the node that it built have one number; of several operators with it the first counts
         self._forward: dict[str, int] = {}  # number of a node -> row of the operator that built it
         backward = []
         for row, number in dict(events.sequence.tolist()).items():
@@ -40,7 +41,7 @@ class Modules:
 
     def _depth_of_several(self) -> int:
         """The outermost depth at which several modules ran."""
-        names: list[set[str]] = []
+        names: list[set[str]] = []  # of each depth, the outermost first
         for module in self._events.modules:
             depth = len(self._path(module.start, module.thread)) - 1
             while len(names) <= depth:

@@ -73,9 +73,12 @@ def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
     >>> ranks_by_name([Path("run_7_0.json"), Path("run_7_1.json")])
     [0, 1]
     """
+    # every name says it
     named = [_RANK.search(path.name) for path in paths]
     if all(named):
         return [int(match.group(1)) for match in named if match]
+
+    # or they are alike but for one number: of run_7_0 and run_7_1 the second column of (7, 0) and (7, 1)
     unknown: list[int | None] = [None] * len(paths)
     patterns = {_NUMBER.sub("#", path.name) for path in paths}
     if len(paths) < 2 or len(patterns) > 1:
@@ -85,8 +88,9 @@ def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
     if len(differing) != 1:
         return unknown
     ranks = [int(number) for number in differing[0]]
-    counts_from_0 = sorted(ranks) == list(range(len(paths)))
-    return list(ranks) if counts_from_0 else unknown
+    if sorted(ranks) != list(range(len(paths))):  # a time or a process number
+        return unknown
+    return list(ranks)
 
 
 # ---- one job
@@ -114,14 +118,13 @@ def _of_last_cycle(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysi
     traces_a_rank = {len(traces) for traces in by_rank.values()}
     if traces_a_rank == {1} or len(traces_a_rank) > 1:
         return list(analyses), []
-    if not all(map(_are_cycles, by_rank.values())):
+    if not all(map(_are_cycles, by_rank.values())):  # then a rank is there twice, which is refused later
         return list(analyses), []
     last = [max(traces, key=_span) for traces in by_rank.values()]
     steps = _listed({step.step for step in last[0].steps})
-    return last, [
-        f"each rank left {traces_a_rank.pop()} traces, one a cycle of its profiler's schedule: the last, steps {steps},"
-        " is shown"
-    ]
+    cycles = traces_a_rank.pop()
+    sentence = f"each rank left {cycles} traces, one a cycle of its profiler's schedule: the last, steps {steps},"
+    return last, [f"{sentence} is shown"]
 
 
 def _are_cycles(analyses: Sequence[TraceAnalysis]) -> bool:
@@ -134,6 +137,7 @@ def _are_cycles(analyses: Sequence[TraceAnalysis]) -> bool:
 
 def _span(analysis: TraceAnalysis) -> tuple[int, int]:
     """When the first step of a trace begins, and its last one ends, by its own clock."""
+    # the first row of a timeline is the whole step
     first_row = analysis.steps[0].timeline[0]
     last_row = analysis.steps[-1].timeline[0]
     return first_row["start_ns"], last_row["end_ns"]
@@ -182,6 +186,7 @@ def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
     earliest = min(range(len(spans)), key=lambda index: spans[index][1])
     apart = spans[latest][0] - spans[earliest][1]
     longest = max(end - start for start, end in spans)
+    # clocks may be wrong by more than that: then collectives that end together tell that it is one run
     if apart > max(_CLOCKS_NS, longest) and not clocks_explain(analyses):
         late = f"{analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path} has ended"
         raise _mixed(f"{late}, so these ranks never met")
@@ -189,7 +194,10 @@ def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
 
 def _of_common_steps(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysis], list[str]]:
     """Keep the steps that all ranks have: a rank that ended early lacks some."""
-    steps = {analysis.rank: {step.step for step in analysis.steps} for analysis in analyses}
+    # ranks 0 to 2 with the steps 3 to 5 and rank 3 with 3 to 4: usual are 3 to 5, common 3 to 4
+    steps: dict[int, set[int]] = {}
+    for analysis in analyses:
+        steps[analysis.rank] = {step.step for step in analysis.steps}
     [(usual, _)] = Counter(map(frozenset, steps.values())).most_common(1)
     common = set(usual).intersection(*steps.values())
     if not common:
@@ -204,10 +212,9 @@ def _of_common_steps(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnaly
         with_common = tuple(step for step in analysis.steps if step.step in common)
         kept.append(replace(analysis, steps=with_common))
     fewest = min(steps, key=lambda rank: len(steps[rank]))
-    return kept, [
-        f"the ranks' traces hold different steps (rank {fewest}'s {_listed(steps[fewest])}, another's"
-        f" {_listed(usual)}): the {plural(len(common), 'step')} that all of them hold, {_listed(common)}, are shown"
-    ]
+    both = f"rank {fewest}'s {_listed(steps[fewest])}, another's {_listed(usual)}"
+    shown = f"the {plural(len(common), 'step')} that all of them hold, {_listed(common)}, are shown"
+    return kept, [f"the ranks' traces hold different steps ({both}): {shown}"]
 
 
 def _check_whole(analyses: Sequence[TraceAnalysis]) -> None:
@@ -219,10 +226,11 @@ def _check_whole(analyses: Sequence[TraceAnalysis]) -> None:
     counts = []
     for analysis in analyses:
         counts.append(sum(row["kind"] != "send_recv" for row in analysis.rows("collectives")))
+    most = max(counts)
     for analysis, count in zip(analyses, counts):
-        if count < _CUT_SHORT * max(counts):
+        if count < _CUT_SHORT * most:
             raise TraceError(
-                f"{analysis.path} shows {count} collectives, another rank's trace {max(counts)}: it was cut short, or"
+                f"{analysis.path} shows {count} collectives, another rank's trace {most}: it was cut short, or"
                 " is of another run; export it again."
             )
 

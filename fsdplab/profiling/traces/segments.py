@@ -32,8 +32,12 @@ class Segments:
 
     def __init__(self, events: Events, steps: Sequence[Window]) -> None:
         self._unit_times, self._units = _unit_changes(events.ranges)
-        starts = [busy[:, 0] for busy in events.host_busy.values()]  # of computing, on each thread
-        self._backward = _backward(events, np.concatenate([EMPTY[:, 0], *starts]))
+        # of computing, on all threads: where the host goes on after a wait
+        starts = [EMPTY[:, 0]]
+        for busy in events.host_busy.values():
+            starts.append(busy[:, 0])
+        self._backward = _backward(events, np.concatenate(starts))
+
         optimizer = []
         for labelled in events.ranges:
             if labelled.label == "optimizer":
@@ -44,10 +48,12 @@ class Segments:
     @cached_property
     def changes(self) -> np.ndarray:
         """Where the unit or the phase changes."""
-        return np.unique(np.concatenate([self._unit_times, self._backward.ravel(), self._optimizer.ravel()]))
+        changes_of_phase = [self._backward.ravel(), self._optimizer.ravel()]  # starts and ends alike
+        return np.unique(np.concatenate([self._unit_times, *changes_of_phase]))
 
     def units_at(self, instants: Sequence[int] | np.ndarray) -> list[str]:
         """The unit at each instant; "" outside of all units, and where no engine marks them."""
+        # how many changes came before, which is the place of the unit since the last of them
         passed = np.asarray(np.searchsorted(self._unit_times, instants, side="right"))
         return [self._units[number] for number in passed]
 
@@ -60,20 +66,24 @@ class Segments:
 
 
 def _unit_changes(ranges: Sequence[Range]) -> tuple[np.ndarray, list[str]]:
-    """The instants at which the unit changes, and the units before the first, between them and after the last."""
+    """The instants at which the unit changes, and the units before the first, between them and after the last.
+
+    Block 0 entered at 10 and left at 90, with the root's norm inside from 40 to 50: the changes are at 10, 40, 50 and
+    90, and the units "", block 0, norm, block 0 and "".
+    """
     marks: list[tuple[int, bool, str]] = []  # when, whether the unit is entered or left, and the unit
     for labelled in ranges:
         if labelled.label in _ENTER:
             marks.append((labelled.end, True, labelled.unit))
         if labelled.label in _LEAVE:
             marks.append((labelled.start, False, labelled.unit))
-    entered: list[str] = []
+    entered: list[str] = []  # the units that are open, the innermost one last
     times: list[int] = []
     units = [""]
     for time, enters, unit in sorted(marks):  # at one instant a unit is left before the next one is entered
         if enters:
             entered.append(unit)
-        elif unit in entered:
+        elif unit in entered:  # a trace may begin inside a unit, and then it is left only
             _remove_last(entered, unit)
         times.append(time)
         units.append(entered[-1] if entered else "")
@@ -106,20 +116,28 @@ def _backward(events: Events, compute_starts: np.ndarray) -> Intervals:
     # each range goes on to the first limit at or behind its end
     limits = np.sort(np.append(compute_starts, np.array(ends, dtype=np.int64)))
     following = np.searchsorted(limits, pieces[:, 1], side="left")
+    # behind the last limit it goes on to the end of the trace
     last = max(events.last, int(pieces[-1, 1]))
     until = np.append(limits, last)[following]
-    return union(np.stack([pieces[:, 0], np.maximum(until, pieces[:, 1])], axis=1))
+    extended_ends = np.maximum(until, pieces[:, 1])
+    return union(np.stack([pieces[:, 0], extended_ends], axis=1))
 
 
 def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
     """Where an optimizer's step begins to update: behind the backward of a closure that was given to it."""
     inside = backward[(backward[:, 0] > start) & (backward[:, 1] < end)]
-    return int(inside[-1, 1]) if len(inside) else start
+    if not len(inside):
+        return start
+    return int(inside[-1, 1])
 
 
 def _after_backward(backward: Intervals, steps: Sequence[Window]) -> Intervals:
-    """From the end of each step's last backward to the end of the step; nothing for a step without a backward."""
+    """From the end of each step's last backward to the end of the step; nothing for a step without a backward.
+
+    Steps from 0 to 100 and 100 to 200, with one backward from 40 to 80: from 80 to 100 only.
+    """
     begins, ends = pairs([(step.start, step.end) for step in steps]).T
+    # of each step the last backward that ended by its end, which may be that of an earlier step
     ended = np.searchsorted(backward[:, 1], ends, side="right")
     last_end = np.append(_NEVER, backward[:, 1])[ended]
     is_within = (begins < last_end) & (last_end < ends)
@@ -140,6 +158,7 @@ class Nest:
         self._parents: list[int] = []  # of each range the index of the one around it, -1 for none
         open_ranges: list[int] = []
         for index, inner in enumerate(self._ranges):
+            # an open range that ends earlier cannot hold it, nor anything that starts later
             while open_ranges and self._ranges[open_ranges[-1]].end < inner.end:
                 open_ranges.pop()
             self._parents.append(open_ranges[-1] if open_ranges else -1)
@@ -147,11 +166,12 @@ class Nest:
 
     def around(self, instant: int) -> list[Range]:
         """The ranges that hold an instant, innermost first."""
+        # from the last range that started, outwards: it may have ended, and the one around it may not
         index = bisect_right(self._starts, instant) - 1
         around = []
         while index >= 0:
             outer = self._ranges[index]
-            if instant < outer.end or outer.start == instant:
+            if instant < outer.end or outer.start == instant:  # an empty range holds its own instant
                 around.append(outer)
             index = self._parents[index]
         return around
@@ -159,4 +179,5 @@ class Nest:
 
 def nests(ranges: Iterable[Range]) -> dict[int, Nest]:
     """One `Nest` a thread."""
-    return {thread: Nest(members) for thread, members in grouped(ranges, attrgetter("thread")).items()}
+    by_thread = grouped(ranges, attrgetter("thread"))
+    return {thread: Nest(members) for thread, members in by_thread.items()}

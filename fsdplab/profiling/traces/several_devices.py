@@ -20,6 +20,7 @@ def by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> li
     """One analysis a device, of processes that drive several; the analyses themselves where each drives one."""
     if all(len(analysis.devices) < 2 for analysis in analyses):
         return analyses
+    # one reading a device: of 2 processes with 4 devices each, device 1 of rank 1 is shown as rank 5
     most = max(len(analysis.devices) for analysis in analyses)
     places: list[int] = []
     readings: list[Reading] = []
@@ -30,6 +31,7 @@ def by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> li
             options: dict[str, Any] = {"comm_patterns": comm_patterns, "rank": rank, "device": device}
             places.append(place)
             readings.append((analysis.path, options))
+    # how many ranks there are then; None for one process alone, whose devices are all that there is
     job = analyses[0].world_size
     has_peers = len(analyses) > 1 or (job or 1) > 1
     ranks = most * job if job is not None and has_peers else None

@@ -34,11 +34,13 @@ def sent_per_step(collectives: Sequence[Row], ranks_of_job: int) -> tuple[int | 
     8 MB gathered over 2 ranks: 4 MB sent, in one collective.
     """
     last = max((row["step"] for row in collectives), default=None)
-    of_rank: dict[int, list[float]] = defaultdict(list)
+    of_rank: dict[int, list[float]] = defaultdict(list)  # bytes that each of its collectives sends
     for row in collectives:
         if row["step"] == last:
+            # of 8 MB gathered over 4 ranks each sends three quarters
             factor = bus_factor(row["kind"], row["group_size"] or ranks_of_job)
-            of_rank[row["rank"]].append((row["logical_bytes"] or 0) * factor)
+            nbytes = row["logical_bytes"] or 0
+            of_rank[row["rank"]].append(nbytes * factor)
     most_bytes = max(map(sum, of_rank.values()), default=None)
     most_collectives = max(map(len, of_rank.values()), default=None)
     is_known = any(row["logical_bytes"] is not None for row in collectives)
@@ -64,7 +66,8 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     """
     on_one_clock = _on_one_clock(analyses)
     # a GPU's host runs ahead, so there a rank comes when its kernel starts
-    came = "start_ns" if any(each.device == "cuda" for each in analyses) else "issue_ns"
+    is_on_gpus = any(analysis.device == "cuda" for analysis in analyses)
+    came = "start_ns" if is_on_gpus else "issue_ns"
     last_came: dict[int, int] = {}  # by the identity of a row: when the last rank came to its collective
     for members in matched(_collectives(on_one_clock)).values():
         last = max(row[came] for row in members)
@@ -79,7 +82,11 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
 
 def _collectives(analyses: Sequence[TraceAnalysis]) -> list[Row]:
     """The rows of all collectives of all ranks."""
-    return [row for analysis in analyses for step in analysis.steps for row in step.collectives]
+    rows: list[Row] = []
+    for analysis in analyses:
+        for step in analysis.steps:
+            rows += step.collectives
+    return rows
 
 
 def clocks_explain(analyses: Sequence[TraceAnalysis]) -> bool:
@@ -96,6 +103,7 @@ def _on_one_clock(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
     """The analyses with each rank's shift taken from all of its times. CPU ranks of one host share its clock, and
     their threads end a collective less sharply than kernels do: their clocks are believed unless they cannot be right.
     """
+    # an emulated link ends a collective on each rank by itself: only real ones end together
     real = [row for row in _collectives(analyses) if not row["emulated"]]
     meetings = list(matched(real).values())
     hosts = {analysis.origin.host for analysis in analyses}
@@ -111,12 +119,16 @@ def on_axes(analysis: TraceAnalysis, spec: Mapping[str, Any]) -> TraceAnalysis:
     """The analysis with the process group of each collective of a run of the lab: that of the mesh's axis."""
 
     def with_group(row: Row) -> Row:
+        # what the trace tells is left; of a message the axis does not say between which two ranks it goes
         if row["members"] not in ("", ONE_OF_SEVERAL) or row["kind"] == PAIRED:
             return row
         group = of_axis(spec, analysis.rank, row["kind"])
         return row | {"group": group.name, "group_size": group.size, "members": group.members}
 
-    steps = [replace(step, collectives=tuple(map(with_group, step.collectives))) for step in analysis.steps]
+    steps = []
+    for step in analysis.steps:
+        collectives = tuple(map(with_group, step.collectives))
+        steps.append(replace(step, collectives=collectives))
     return replace(analysis, steps=tuple(steps))
 
 
@@ -127,7 +139,7 @@ def shifted(analysis: TraceAnalysis, clock: Clock) -> TraceAnalysis:
     ahead = clock.ahead_ns
 
     def earlier(row: Row) -> Row:
-        times: Row = {}
+        times: Row = {}  # a row of the timeline has no issue
         for name in ("issue_ns", "start_ns", "end_ns"):
             if name in row:
                 times[name] = row[name] - ahead
@@ -147,13 +159,17 @@ def shifted(analysis: TraceAnalysis, clock: Clock) -> TraceAnalysis:
 def _explained(step: StepAnalysis, last_came: dict[int, int], came: str) -> StepAnalysis:
     """The step with what its ranks waited for their peers, in all of its tables."""
     collectives = tuple(_with_peer(row, last_came[id(row)], came) for row in step.collectives)
+    # of each unit, phase and kind, which is a row of `exposed`
     cause: dict[tuple, str] = {}
     waited_ns: dict[tuple, int] = defaultdict(int)
-    by_exposed_time = sorted(zip(collectives, step.collectives), key=lambda rows: rows[0]["exposed_ns"])
-    for row, before in by_exposed_time:  # the most exposed one comes last and gives the cause of its label
+    both = zip(collectives, step.collectives)
+    by_exposed_time = sorted(both, key=lambda rows: rows[0]["exposed_ns"])
+    for row, before in by_exposed_time:
         label = _label(row)
-        cause[label] = row["cause"]
+        cause[label] = row["cause"]  # the most exposed one comes last, and its cause stays
         waited_ns[label] += row["waiting_ns"] - before["waiting_ns"]
+
+    # the same ns leave the link and become waiting in the sums over collectives
     exposed = []
     for row in step.exposed:
         label = _label(row)
@@ -171,7 +187,8 @@ def _with_peer(row: Row, last: int, came: str) -> Row:
     """
     waited_ns = 0
     if not row["emulated"]:
-        waited_ns = sum(max(0, min(end, last) - start) for start, end in row["on_link"])
+        for start, end in row["on_link"]:
+            waited_ns += max(0, min(end, last) - start)
     is_half_of_it = 0 < row["exposed_ns"] <= 2 * (last - row[came])
     if is_half_of_it and row["cause"] in _MAY_BE_A_PEER:
         row = row | {"cause": "waiting_for_peer"}

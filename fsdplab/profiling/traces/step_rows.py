@@ -36,13 +36,13 @@ _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
 class Mark(NamedTuple):
     """A row of the timeline on the trace's own clock."""
 
-    lane: str
+    lane: str  # "step", "compute", "exposed", "waiting", or that of a collective's kind
     unit: str
     phase: str
-    name: str
+    name: str  # what the viewer writes on it
     start: int
     end: int
-    emulated: bool
+    emulated: bool  # whether it is of an emulated link
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +71,15 @@ class StepRows:
         """The sums of the parts; beside them for how long the device did anything, another step's work too, and how
         long the host waited for a core. None where there is no device, and where nobody noted the waits.
         """
-        busy_ns = size(self._within(self.trace.device)) if self.trace.on_gpu else None
-        waited_ns = self.account.core_wait_ns if len(self.trace.core_waits) else None
-        sums = breakdown_of(self.account.sums)
-        return {**self._where, **sums, "device_busy_ns": busy_ns, "core_wait_ns": waited_ns}
+        row = self._where
+        row.update(breakdown_of(self.account.sums))
+        row["device_busy_ns"] = None
+        if self.trace.on_gpu:
+            row["device_busy_ns"] = size(self._within(self.trace.device))
+        row["core_wait_ns"] = None
+        if len(self.trace.core_waits):
+            row["core_wait_ns"] = self.account.core_wait_ns
+        return row
 
     def idle(self) -> Row:
         """The part "other" by cause."""
@@ -86,10 +91,11 @@ class StepRows:
     def exposed(self) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
         collectives = self.step.collectives
-        parts = self.account.parts
+        parts = self.account.parts  # a row a collective, a column a part
         by_label = grouped(range(len(collectives)), lambda index: collectives[index].label[:3])
         rows = []
         for (unit, phase, kind), members in by_label.items():
+            # two that ran at once communicated for as long as one; what is exposed has one owner, so that it adds up
             spans = union(pieces_of([collectives[index] for index in members]))
             sums = parts[members].sum(0)
             most_exposed = max(members, key=lambda index: parts[index].sum())
@@ -113,19 +119,23 @@ class StepRows:
         parts_of_each = self.account.parts.tolist()
         rows = []
         for index, collective in enumerate(self.step.collectives):
-            if self.step.counted[index]:
-                parts = parts_of_each[index]
-                row = self._described(collective)
-                row["exposed_ns"] = sum(parts)
-                row.update(zip(PARTS_OF_COLLECTIVE, parts))
-                row["cause"] = self.account.causes[index]
-                row["emulated"] = collective.emulated
-                row["on_link"] = on_link[index]
-                rows.append(row)
+            if not self.step.counted[index]:  # the step before has its row
+                continue
+            parts = parts_of_each[index]
+            row = self._described(collective)
+            row["exposed_ns"] = sum(parts)
+            row.update(zip(PARTS_OF_COLLECTIVE, parts))
+            row["cause"] = self.account.causes[index]
+            row["emulated"] = collective.emulated
+            row["on_link"] = on_link[index]
+            rows.append(row)
         return rows
 
     def _spans_on_link(self) -> list[list[list[int]]]:
-        """When each collective was exposed on the link, in absolute ns."""
+        """When each collective was exposed on the link, in absolute ns.
+
+        Cells 0-10, 10-20 and 20-30, of which the first two move bytes for collective 1: [[0, 20]] at place 1.
+        """
         on_link: list[list[list[int]]] = [[] for _ in self.step.collectives]
         owner_on_link = np.where(self.account.moving, self.account.owner, -1)
         spans, owners = self.account.cells.runs(owner_on_link)
@@ -160,20 +170,16 @@ class StepRows:
         # what is exposed, and where the host was blocked: computing is not joined across these
         waiting = self._waiting()
         exposed, labels = self._exposed()
+        barriers = union(exposed, waiting)[:, 0]
 
         whole = Mark("step", "", "", f"step {window.number}", window.start, window.end, False)
         communication: list[Mark] = []
         for collective in self.step.collectives:
             communication += _communication(collective, window.start, window.end)
-        lanes = [
-            [whole],
-            self._compute(union(exposed, waiting)[:, 0]),
-            communication,
-            _exposed_marks(exposed, labels),
-            self._waits(waiting),
-        ]
+        lanes = [[whole], self._compute(barriers), communication, _exposed_marks(exposed, labels), self._waits(waiting)]
         rows = []
         for marks in lanes:
+            # the marks of communication are of several lanes, one a kind
             for mark in sorted(marks, key=lambda mark: (mark.lane, mark.start)):
                 row = self._where
                 row["lane"] = mark.lane
@@ -193,8 +199,10 @@ class StepRows:
 
     def _exposed(self) -> tuple[Intervals, list[tuple[Any, ...]]]:
         """Exposed stretches, each with the label of its collective and whether bytes moved."""
+        # one number a cell, so that a stretch ends where either changes: 2 x 3 + 1 where collective 3 moves bytes
         owner_and_moving = 2 * self.account.owner + self.account.moving
-        spans, numbers = self.account.cells.runs(np.where(self.account.exposed, owner_and_moving, -1))
+        of_exposed = np.where(self.account.exposed, owner_and_moving, -1)
+        spans, numbers = self.account.cells.runs(of_exposed)
         labels = []
         for number in numbers.tolist():
             index, moving = divmod(number, 2)
@@ -205,8 +213,10 @@ class StepRows:
         """Computing by the unit and phase of the host, or those that launched each kernel."""
         events = self.trace.events
         if events.on_gpu:  # a row a kernel, before they are joined
-            kernels = self.step.kernels[np.argsort(events.start[self.step.kernels], kind="stable")]
+            in_order = np.argsort(events.start[self.step.kernels], kind="stable")
+            kernels = self.step.kernels[in_order]
             pieces = np.clip(events.spans_of(kernels), self.step.window.start, self.step.window.end)
+            # the host's unit at the launch; where that is not known, at the kernel's own start
             launch = events.launched_by[kernels]
             begun = np.where(launch >= 0, events.start[launch], events.start[kernels])
         else:  # a row wherever the unit or the phase changes
@@ -215,7 +225,8 @@ class StepRows:
             pieces, _ = cells.runs(np.where(self.account.computing, segment, -1))
             begun = pieces[:, 0]
         marks = []
-        for (unit, phase), span in joined(pieces, self._labels_at(begun), barriers, _MOST["compute"]):
+        labels = self._labels_at(begun)
+        for (unit, phase), span in joined(pieces, labels, barriers, _MOST["compute"]):
             marks.append(Mark("compute", unit, phase, "compute", *span, False))
         return marks
 
@@ -223,24 +234,28 @@ class StepRows:
         """When the host was blocked while bytes were on their way."""
         if self.trace.on_gpu:
             return self._within(self.trace.blocked)
+        # on a CPU no call says that it waits: the host runs no operator, though there is something to carry
         cells = self.account.cells
         in_hooks = cells.inside(self._within(self.trace.lifecycle))
         is_communicating = (self.account.owner >= 0) | in_hooks
         is_waiting = (self.account.part >= 0) & is_communicating & ~self.account.host
         spans, _ = cells.runs(np.where(is_waiting, 0, -1))
         idle = close_gaps(spans, _SHORTEST_NS)
-        return idle[idle[:, 1] - idle[:, 0] >= _BLOCKED_NS]
+        lasts = idle[:, 1] - idle[:, 0]
+        return idle[lasts >= _BLOCKED_NS]
 
     def _waits(self, waiting: Intervals) -> list[Mark]:
         """Blocked stretches, each named by the collective of whose pieces it holds most."""
         collectives = self.step.collectives
-        longest_first = np.argsort(waiting[:, 0] - waiting[:, 1], kind="stable")
+        lasts = waiting[:, 1] - waiting[:, 0]
+        longest_first = np.argsort(-lasts, kind="stable")
         longest = waiting[longest_first[: _MOST["waiting"]]]
         # a collective is looked at only where it reaches into the stretch
         reach = pairs([(collective.first, collective.last) for collective in collectives])
         marks: list[Mark] = []
         for start, end in longest.tolist():
             near = np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start))
+            # the first one of those that it holds as much of
             awaited: Collective | None = None
             most_ns = 0
             for index in near.tolist():
@@ -250,7 +265,7 @@ class StepRows:
             if awaited is not None:
                 unit, phase, kind, emulated = awaited.label
                 marks.append(Mark("waiting", unit, phase, kind, start, end, emulated))
-            else:
+            else:  # blocked by something else than communication
                 _, phase = self._labels_at(np.array([start]))[0]
                 marks.append(Mark("waiting", "", phase, "host", start, end, False))
         return marks
@@ -282,7 +297,8 @@ def parts_of(sums: Sequence[int] | np.ndarray) -> dict[str, int]:
     {'on_link_ns': 5, 'copying_ns': 3, 'waiting_ns': 4, 'no_core_ns': 0}
     """
     on_link, packing, unpacking, waiting, no_core = map(int, sums)
-    return dict(zip(PARTS_OF_EXPOSED, (on_link, packing + unpacking, waiting, no_core)))
+    copying = packing + unpacking
+    return dict(zip(PARTS_OF_EXPOSED, (on_link, copying, waiting, no_core)))
 
 
 def _held(collective: Collective, start: int, end: int) -> int:
@@ -293,10 +309,15 @@ def _held(collective: Collective, start: int, end: int) -> int:
     return held_ns
 
 
-def _exposed_marks(exposed: Intervals, labels: Sequence[tuple[Any, ...]]) -> list[Mark]:
+def _exposed_marks(
+    exposed: Intervals,
+    labels: Sequence[tuple[Any, ...]],  # of each stretch: unit, phase, kind, emulated, and whether bytes moved
+) -> list[Mark]:
     """Exposed stretches, those in which no bytes moved with a name of their own."""
     marks = []
-    for (unit, phase, kind, emulated, moving), span in joined(exposed, labels, EMPTY[:, 0], _MOST["exposed"]):
+    no_barriers = EMPTY[:, 0]
+    for label, span in joined(exposed, labels, no_barriers, _MOST["exposed"]):
+        unit, phase, kind, emulated, moving = label
         name = kind if moving else kind + OFF_LINK
         marks.append(Mark("exposed", unit, phase, name, *span, emulated))
     return marks
@@ -307,11 +328,13 @@ def _communication(collective: Collective, start: int, end: int) -> list[Mark]:
     lane = collective_row(collective.kind).lane
     unit, phase, kind, emulated = collective.label
     transport = collective.transport
-    moved = (start, start)
+    moved = (start, start)  # empty where nothing but the host carried it
     if transport:
         moved = (max(start, transport.start), min(end, transport.end))
+
     marks: list[Mark] = []
     if len(collective.pieces) > 1 or transport is None:
+        # a copy that runs beside the transport is hidden by it, and would cover it in a viewer
         for role in ("copy-in", "copy-out", "blocked"):
             for begun, ended in _beside(collective, role, moved, start, end):
                 marks.append(Mark(lane, unit, phase, f"{kind} {role}", begun, ended, False))
@@ -322,15 +345,23 @@ def _communication(collective: Collective, start: int, end: int) -> list[Mark]:
 
 def _beside(collective: Collective, role: str, moved: tuple[int, int], start: int, end: int) -> list[list[int]]:
     """When a collective's pieces of a role ran in a step while its transport did not."""
-    spans = [(max(start, piece.start), min(end, piece.end)) for piece in collective.pieces if piece.role == role]
+    spans: list[tuple[int, int]] = []
+    for piece in collective.pieces:
+        if piece.role == role:
+            spans.append((max(start, piece.start), min(end, piece.end)))
     if not spans:
         return []
-    beside: list[list[int]] = close_gaps(subtract(spans, [moved]), DISPATCH_NS).tolist()
-    return beside
+    # a copy of ten tensors is ten operators with short gaps between them: one mark
+    beside = close_gaps(subtract(spans, [moved]), DISPATCH_NS)
+    listed: list[list[int]] = beside.tolist()
+    return listed
 
 
 def joined(
-    pieces: Intervals, labels: Sequence[Any], barriers: np.ndarray, most: int
+    pieces: Intervals,  # in order of their starts; they may overlap
+    labels: Sequence[Any],  # of each piece
+    barriers: np.ndarray,  # instants, in order
+    most: int,  # how many rows there may be
 ) -> list[tuple[Any, tuple[int, int]]]:
     """Join neighbours of one label over gaps below 20 us, doubled until at most `most` rows are left; never across a
     barrier below 1 ms.
@@ -341,17 +372,20 @@ def joined(
     if not len(pieces):
         return []
     starts, ends = pieces[:, 0], pieces[:, 1]
-    # where another label begins, and how long nothing ran before each piece of the same one
+    # where another label begins: of a, a, b, a these are numbered 0, 0, 1, 0, and new at 0, 2 and 3
     numbers: dict[Any, int] = {}
     of_label = [numbers.setdefault(label, len(numbers)) for label in labels]
     is_new = np.diff(of_label, prepend=-1) != 0
-    ends_before: np.ndarray = np.append(starts[:1], latest_ends(ends, np.cumsum(is_new))[:-1])
+    # how long nothing ran before each piece of the same label: an earlier piece may be the last to end
+    latest = latest_ends(ends, np.cumsum(is_new))
+    ends_before: np.ndarray = np.append(starts[:1], latest[:-1])
     gap = starts - ends_before
 
-    # where a barrier lies between two pieces
+    # where a barrier lies between two pieces: the second one has passed more of them than the first
     passed: np.ndarray = np.asarray(np.searchsorted(barriers, starts, side="right"))
     behind_barrier = (np.diff(passed, prepend=passed[0]) != 0) & (gap > 0)
 
+    # a row begins where the label changes, behind a gap, and behind a barrier, until the rows are few enough
     below = DISPATCH_NS
     while True:
         keeps_barriers = below < _APART_NS
@@ -359,6 +393,6 @@ def joined(
         if len(first) <= most or below > _LONGEST_GAP_NS:
             break
         below *= 2
-    joined_ends = np.maximum.reduceat(ends, first)
+    joined_ends = np.maximum.reduceat(ends, first)  # the latest end from each first piece to the next one
     spans = zip(starts[first].tolist(), joined_ends.tolist())
-    return [(labels[at], span) for at, span in zip(first.tolist(), spans)]
+    return [(labels[index], span) for index, span in zip(first.tolist(), spans)]

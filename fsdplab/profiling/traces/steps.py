@@ -69,16 +69,20 @@ class Step:
     """
 
     window: Window
-    computing: Intervals
+    computing: Intervals  # sorted and disjoint
     collectives: list[Collective]
-    counted: list[bool]
-    kernels: np.ndarray
+    counted: list[bool]  # of each collective
+    kernels: np.ndarray  # rows of the events; none on the CPU
 
 
 def steps_of(
-    events: Events, collectives: Sequence[Collective], ranges: Sequence[Window], host_computing: Intervals, whole: bool
+    events: Events,
+    collectives: Sequence[Collective],
+    ranges: Sequence[Window],  # the host's ranges, one a step
+    host_computing: Intervals,  # when the host computed: what computes where there is no GPU
+    whole: bool,  # whether all of the trace is one step
 ) -> tuple[list[Step], NoStep]:
-    """The steps by launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one."""
+    """The steps by launch on a GPU, where the trace tells who launched what; else by the clock."""
     if not events.on_gpu:
         return _by_clock(events, host_computing, collectives, ranges), NoStep()
     shows_launches = bool((events.launched_by >= 0).any())
@@ -95,14 +99,22 @@ def _by_clock(
     counted in the first.
     """
     kernels = events.rows(Kind.KERNEL)
+    # a collective is looked at only where it reaches into the window, since a trace has thousands of them
     reach = pairs([(collective.first, collective.last) for collective in collectives])
     steps: list[Step] = []
     for window in ranges:
         near = np.flatnonzero((reach[:, 0] < window.end) & (reach[:, 1] > window.start))
-        of_step = [collectives[index] for index in near.tolist() if _runs_in(collectives[index], window)]
-        counted = [not steps or collective.first >= steps[-1].window.end for collective in of_step]
+        of_step: list[Collective] = []
+        counted: list[bool] = []
+        for index in near.tolist():
+            collective = collectives[index]
+            if _runs_in(collective, window):
+                of_step.append(collective)
+                # one that began in the step before was counted there
+                counted.append(not steps or collective.first >= steps[-1].window.end)
         computing_in_step = within(computing, window.start, window.end)
-        steps.append(Step(window, computing_in_step, of_step, counted, _running(events, kernels, window)))
+        kernels_in_step = _running(events, kernels, window)
+        steps.append(Step(window, computing_in_step, of_step, counted, kernels_in_step))
     return steps
 
 
@@ -121,12 +133,18 @@ class _Launched:
         self._events = events
         self._kernels = events.rows(Kind.KERNEL)
         self._copies = events.rows(*COPIES)
+        # of each kernel and of each copy the index of its range
         self._kernel_steps = _launched_in(events.of_launch(events.start, self._kernels), ranges)
         self._copy_steps = _launched_in(events.of_launch(events.start, self._copies), ranges)
+
+        # a list for each range, and a last one, at -1, for what belongs to none
         self.collectives: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
         issues = np.array([collective.issue for collective in collectives], dtype=np.int64)
-        for collective, index in zip(collectives, _launched_in(issues, ranges).tolist()):
-            self.collectives[index if collective.issued else -1].append(collective)
+        indices = _launched_in(issues, ranges).tolist()
+        for collective, index in zip(collectives, indices):
+            if not collective.issued:  # its instant of issue is a guess
+                index = -1
+            self.collectives[index].append(collective)
 
     def kernels(self, index: int) -> np.ndarray:
         """The kernels that a range launched, as rows of the events."""
@@ -148,7 +166,7 @@ def _by_launch(
 ) -> tuple[list[Step], NoStep]:
     """Give each range's step what the range launched."""
     launched = _Launched(events, collectives, ranges)
-    work = [launched.work(index) for index in range(len(ranges))]
+    work = [launched.work(index) for index in range(len(ranges))]  # of each range, when the device worked for it
     of_none = launched.work(-1)
     working = [index for index, of_step in enumerate(work) if len(of_step)]
 
@@ -159,24 +177,41 @@ def _by_launch(
         own = launched.work_without_copies(working[0])
         if len(own):
             earlier = of_none[of_none[:, 0] < own[0, 0]]
-    busy_until = int(earlier[-1, 1]) if len(earlier) else ranges[0].start
+    busy_until = ranges[0].start
+    to_cut: list[Intervals] = []
+    if len(earlier):
+        busy_until = int(earlier[-1, 1])
+        to_cut.append(earlier)
 
     # What the device was still doing is cut like a step before the first one, and then forgotten.
-    to_cut = [earlier] if len(earlier) else []
     to_cut += [work[index] for index in working]
-    bounds = device_windows(to_cut)[len(to_cut) - len(working) :]
-    on_device = {index: (start, end) for index, (start, end) in zip(working, bounds) if start < end}
+    bounds = device_windows(to_cut)
+    bounds = bounds[len(to_cut) - len(working) :]
+    on_device: dict[int, tuple[int, int]] = {}
+    for index, (start, end) in zip(working, bounds):
+        if start < end:  # all of a step's work may lie beyond its cuts
+            on_device[index] = start, end
+
     steps = []
-    for index, window in zip(on_device, wall_windows(on_device, ranges, busy_until)):
+    windows = wall_windows(on_device, ranges, busy_until)
+    for index, window in zip(on_device, windows):
         kernels = _running(events, launched.kernels(index), window)
         computing = within(union(events.spans_of(kernels)), window.start, window.end)
         of_step = launched.collectives[index]
-        steps.append(Step(window, computing, of_step, [True] * len(of_step), kernels))
+        counted = [True] * len(of_step)  # what one range launched is no other's
+        steps.append(Step(window, computing, of_step, counted, kernels))
 
     # of no step: what no range launched, and what of a step's work lies beyond its cuts
-    beyond = [subtract(of_step, [on_device.get(index, (0, 0))]) for index, of_step in enumerate(work)]
-    empty = tuple(window.number for index, window in enumerate(ranges) if index not in on_device)
-    return steps, NoStep(size(union(of_none, *beyond)), size(union(of_none, *work)), empty)
+    beyond: list[Intervals] = []
+    empty: list[int] = []
+    for index, window in enumerate(ranges):
+        on_device_in = on_device.get(index, (0, 0))  # an empty one where all of the work is beyond
+        beyond.append(subtract(work[index], [on_device_in]))
+        if index not in on_device:
+            empty.append(window.number)
+    of_no_step = union(of_none, *beyond)
+    of_device = union(of_none, *work)
+    return steps, NoStep(size(of_no_step), size(of_device), tuple(empty))
 
 
 def _running(events: Events, rows: np.ndarray, window: Window) -> np.ndarray:
@@ -186,12 +221,17 @@ def _running(events: Events, rows: np.ndarray, window: Window) -> np.ndarray:
 
 def pieces_of(collectives: Sequence[Collective]) -> Intervals:
     """All pieces of all collectives as one array of intervals, which may overlap."""
-    return pairs([(piece.start, piece.end) for collective in collectives for piece in collective.pieces])
+    spans: list[tuple[int, int]] = []
+    for collective in collectives:
+        for piece in collective.pieces:
+            spans.append((piece.start, piece.end))
+    return pairs(spans)
 
 
 def _launched_in(launches: np.ndarray, ranges: Sequence[Window]) -> np.ndarray:
     """The index of the range in which each launch lies; -1 for none. The ranges are in order of their starts."""
     begins, ends = pairs([(window.start, window.end) for window in ranges]).T
+    # ranges do not overlap, so only the last one that began can hold a launch; -1 where none had begun
     last_begun = np.searchsorted(begins, launches, side="right") - 1
     is_inside = (last_begun >= 0) & (launches <= ends[last_begun])
     return np.where(is_inside, last_begun, -1)
@@ -210,7 +250,8 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
         start, end = bounds[index]
         if start < until:
             # the cut lies where both work, or at the earlier one's begin where that lies later
-            first, last = max(begun, start), max(begun, min(until, end))
+            first = max(begun, start)
+            last = max(begun, min(until, end))
             cut = _cut(own[index - 1], own[index], first, last)
             bounds[index - 1] = begun, cut
             bounds[index] = cut, max(cut, end)
@@ -224,28 +265,38 @@ def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[Window], bu
     >>> wall_windows({0: (5, 30), 1: (105, 130)}, [(7, 0, 100), (8, 100, 200)], 0)    # a loader takes 70 of 100
     [Window(number=7, start=0, end=100), Window(number=8, start=100, end=200)]
     """
+    # when each step begins, also those without device work, since they end the step before
     begins = []
     for index, (_, begin, _) in enumerate(steps):
         reached = max(begin, busy_until)  # when the device had come to the step's range
         first, last = device.get(index, (reached, busy_until))
         begins.append(min(first, reached))
         busy_until = last
+
     windows = []
     for index, (_, last) in device.items():
         number, _, end = steps[index]
-        follows = index + 1 < len(steps) and steps[index + 1][0] == number + 1
-        until = begins[index + 1] if follows else max(end, last)
+        # a step lasts to the begin of the next one, where that one was profiled
+        until = max(end, last)
+        if index + 1 < len(steps) and steps[index + 1][0] == number + 1:
+            until = begins[index + 1]
         windows.append(Window(number, begins[index], until))
     return windows
 
 
 def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
-    """The instant from `first` to `last` with the least work of `earlier` after it and of `later` before it."""
+    """The instant from `first` to `last` with the least work of `earlier` after it and of `later` before it.
+
+    Earlier work from 0 to 10, later from 8 to 9 and from 11 to 20: cut at 8, 2 ns of the earlier are outside, cut at
+    10, 1 ns of the later.
+    """
+    # the least lies at an edge: between two edges the sum rises or falls all the way
     edges = np.concatenate([earlier.ravel(), later.ravel(), [first, last]])
     edges = np.unique(edges[(edges >= first) & (edges <= last)])
-    # the least lies at an edge: between two edges the sum rises or falls all the way
-    outside = size(earlier) - before(earlier, edges) + before(later, edges)
-    return int(edges[int(np.argmin(outside))])
+    earlier_after: np.ndarray = size(earlier) - before(earlier, edges)
+    later_before = before(later, edges)
+    cut = int(np.argmin(earlier_after + later_before))
+    return int(edges[cut])
 
 
 def all_device_work(events: Events, collectives: Sequence[Collective]) -> Intervals:
