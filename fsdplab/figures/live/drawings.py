@@ -197,7 +197,7 @@ def _marks(colour: str, spans: Iterable[Interval], top: float, scale: float) -> 
     path = ""
     for stretch in stretches:
         left = _NAMES + stretch.start
-        width = max(stretch.end - stretch.start, 0.4)
+        width = max(stretch.end - stretch.start, 0.4)  # less would not be seen
         path += f"M{left:.1f} {top}h{width:.1f}v{_LANE}H{left:.1f}z"
     return f'<path d="{path}" fill="{colour}"/>'
 

@@ -424,9 +424,12 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's
     all-gathers, and the steps' length.
     """
-    gathers = where(profile.named_rows(record, "ledger"), kind="all_gather")
-    nbytes = {row["unit"]: row["logical_bytes"] for row in gathers}
-    lengths = {row["step"]: row["step_ns"] for row in where(record.table("breakdown"), rank=0)}
+    nbytes = {}  # of each unit
+    for row in where(profile.named_rows(record, "ledger"), kind="all_gather"):
+        nbytes[row["unit"]] = row["logical_bytes"]
+    lengths = {}  # of each step, in ns
+    for row in where(record.table("breakdown"), rank=0):
+        lengths[row["step"]] = row["step_ns"]
     life = profile.profiled(profile.named_rows(record, "life"), record)
     of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
     steps = len(distinct(of_first_rank, "step"))
@@ -526,12 +529,14 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
     exposed = changes["exposed_ns"]
     total = sum(exposed.values())
     if total > 0:
-        along, more = max(exposed, key=lambda key: exposed[key]), "more"
+        more = "more"
+        along = max(exposed, key=lambda key: exposed[key])
     else:
-        along, more = min(exposed, key=lambda key: exposed[key]), "less"
+        more = "less"
+        along = min(exposed, key=lambda key: exposed[key])
     unit, phase = along
     most = f"{unit} {phase} ({_signed(exposed[along])} ms)"
-    # less than a hundredth of a millisecond rounds to nothing
+    # less than half a hundredth of a millisecond rounds to nothing
     if abs(total) >= 0.005:
         length = duration(abs(total) * MS)
         title = f"{second} is exposed {length} a step {more} than {first}, most in {most}"

@@ -134,7 +134,8 @@ def _finding(shown: list[RunView]) -> str:
         return "No run fits the card"
     low = min(shown, key=lambda run: known(run.peak))
     high = max(shown, key=lambda run: known(run.peak))
-    sharded = most_sharded(shown)  # what the page is about, also where another row needs a little less
+    # the most sharded run is what the page is about, also where another needs a little less
+    sharded = most_sharded(shown)
     if sharded is not None and sharded is not high:
         low = sharded
     peaks = f"{low.label} peaks at {size(low.peak)}"
@@ -199,8 +200,8 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure = go.Figure(bands(rows, times, titles))
     figure.add_trace(peak(peak_ms, peak_bytes / MB))
     name = f"<b>peak {size(peak_bytes)}</b>"
-    font = dict(color=ALARM)
-    figure.add_annotation(x=peak_ms, y=peak_bytes / MB, text=name, showarrow=False, yshift=18, font=font)
+    red = dict(color=ALARM)
+    figure.add_annotation(x=peak_ms, y=peak_bytes / MB, text=name, showarrow=False, yshift=18, font=red)
     if run.card:
         name = card_words(run.card, run.card_emulated)
         font = dict(color=DARK_ALARM, size=14)
@@ -211,7 +212,8 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure.update_yaxes(range=[0, 1.18 * highest / MB])  # with space for the words over it
     title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {peak_ms:.0f} ms"
     where = f"{how_and_where([run])}, one step{_emulated([run])}"
-    return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
+    alt = f"Stacked area of memory through one step. {title}."
+    return titled(figure, title, where, alt, 360)
 
 
 def _memory_of_rank(record: RunRecord, rank: int) -> list[Row]:

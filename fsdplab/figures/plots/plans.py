@@ -38,10 +38,12 @@ def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> g
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
     card = plans[0].spec.gpu.memory_bytes
-    if all(plan.spec.gpu.memory_bytes == card for plan in plans):
+    has_one_card = all(plan.spec.gpu.memory_bytes == card for plan in plans)
+    if has_one_card:
         mark_level(figure, card / GB, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
     title, subtitle = _sweep_words(name, labels, plans)
-    return titled(figure, title, subtitle, f"Stacked bars of peak memory by category. {title}. {subtitle}")
+    alt = f"Stacked bars of peak memory by category. {title}. {subtitle}"
+    return titled(figure, title, subtitle, alt)
 
 
 def _label(value: Value) -> str:
@@ -218,7 +220,9 @@ def _finding(plans: Mapping[str, PlanSpec], overlaps: Mapping[str, Overlap]) -> 
     """Return the title: from how many tokens on communication hides, of several plans the first and the last."""
     if len(plans) == 1:
         ((name, spec),) = plans.items()
-        where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
+        where = name
+        if not name:
+            where = f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
         tokens = overlaps[name].crossover_tokens
         if not tokens:
             return f"{where} sends nothing"

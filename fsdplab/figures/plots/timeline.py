@@ -258,9 +258,12 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
 
 
 def _longest_first(found: Sequence[Phase], end: float) -> list[Phase]:
-    begins = [begin for begin, _ in found]
-    ends = [*begins[1:], end]
-    order = sorted(range(len(found)), key=lambda index: begins[index] - ends[index])
+    ends = [begin for begin, _ in found[1:]]  # a phase lasts until the next
+    ends.append(end)
+    lengths = []
+    for (begin, _), until in zip(found, ends):
+        lengths.append(until - begin)
+    order = sorted(range(len(found)), key=lambda index: -lengths[index])
     return [found[index] for index in order]
 
 
