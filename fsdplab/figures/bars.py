@@ -48,7 +48,8 @@ def stacked_bars(
     reached = _reached(rows, parts, marked)
     axis_end = _axis_end(reached, ends, levels)
     pixels = plot_width(map(_broken, rows)) / axis_end  # a unit of the axis
-    figure = go.Figure([_segment(part, rows, hover, number, pixels) for part in parts])
+    segments = [_segment(part, rows, hover, number, pixels) for part in parts]
+    figure = go.Figure(segments)
     figure.update_layout(barmode="stack", xaxis_title=axis)
     names = dict(tickmode="array", tickvals=rows, ticktext=[_broken(row) for row in rows])
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
@@ -86,8 +87,12 @@ def _broken(row: str) -> str:
     parts = row.split(", ")
     if len(row) <= _LONG_NAME or len(parts) == 1:
         return row
-    lines = [(", ".join(parts[:at]), ", ".join(parts[at:])) for at in range(1, len(parts))]
-    return ",<br>".join(min(lines, key=lambda pair: max(map(len, pair))))
+    pairs = []  # of lines, for each place of the break
+    for at in range(1, len(parts)):
+        first, second = ", ".join(parts[:at]), ", ".join(parts[at:])
+        pairs.append((first, second))
+    most_even = min(pairs, key=lambda pair: max(map(len, pair)))
+    return ",<br>".join(most_even)
 
 
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
@@ -111,7 +116,9 @@ def _segment(
             text = number(length)
             fits = words_width(text, _LETTERS) + 6 < length * pixels
             texts.append(text if fits else "")
-    look = dict(text=texts, textfont=dict(size=_LETTERS, color=ink_on(part.colour))) if texts else {}
+    look: dict[str, Any] = {}
+    if texts:
+        look = dict(text=texts, textfont=dict(size=_LETTERS, color=ink_on(part.colour)))
     return go.Bar(
         name=part.name,
         orientation="h",
@@ -214,7 +221,10 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
     ordered = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
     lanes = list(grouped(ordered, lambda mark: (mark.y, mark.group)).values())
     window = _window(lanes, limit)
-    drawn = [_joined(run) for of_lane in lanes for run in _runs(of_lane, window)]
+    drawn = []
+    for of_lane in lanes:
+        for run in _runs(of_lane, window):
+            drawn.append(_joined(run))
     near = f"neighbours within {seconds(window / 1e3)} are one"
     return drawn, f"{len(marks):,} intervals drawn as {len(drawn):,} marks ({near})"
 
@@ -222,11 +232,13 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
 def _window(lanes: list[list[Mark]], limit: int) -> float:
     """Return the smallest window in ms, to the millionth of the span, whose runs of marks are at most `limit`."""
     every_mark = list(chain(*lanes))
-    low = 0.0
-    high = max(mark.end for mark in every_mark) - min(mark.start for mark in every_mark)
+    start = min(mark.start for mark in every_mark)
+    end = max(mark.end for mark in every_mark)
+    low, high = 0.0, end - start
     for _ in range(20):
         middle = (low + high) / 2
-        if sum(len(_runs(of_lane, middle)) for of_lane in lanes) <= limit:
+        runs = sum(len(_runs(of_lane, middle)) for of_lane in lanes)
+        if runs <= limit:
             high = middle
         else:
             low = middle
@@ -251,7 +263,8 @@ def _joined(run: list[Mark]) -> Mark:
         return first
     busy = sum(mark.end - mark.start for mark in run)
     end = max(mark.end for mark in run)
-    name = f" · {len(run)} intervals, from {first.name.removeprefix(' · ')} to {last.name.removeprefix(' · ')}"
+    from_name, to_name = first.name.removeprefix(" · "), last.name.removeprefix(" · ")
+    name = f" · {len(run)} intervals, from {from_name} to {to_name}"
     return Mark(first.group, first.y, first.start, end, name, "", busy)
 
 
@@ -266,15 +279,11 @@ def mark_lanes(
         of_group = by_group.get(group)
         if not of_group:
             continue
-        bar = lane(
-            written(group),
-            colour,
-            [_span(mark, pixels) for mark in of_group],
-            height.get(group, 0.84),
-            edge=0.6 if len(of_group) < _MANY else 0,  # the edges of many thin marks would hide their colour
-            yaxis=yaxis,
-            hovertemplate="%{hovertext}<br>from %{base:.3f} ms<extra></extra>",
-        )
+        spans = [_span(mark, pixels) for mark in of_group]
+        thickness = height.get(group, 0.84)
+        edge = 0.6 if len(of_group) < _MANY else 0  # the edges of many thin marks would hide their colour
+        hover = "%{hovertext}<br>from %{base:.3f} ms<extra></extra>"
+        bar = lane(written(group), colour, spans, thickness, edge, yaxis=yaxis, hovertemplate=hover)
         bars.append(bar)
     return bars
 
@@ -293,5 +302,6 @@ def _span(mark: Mark, pixels: float) -> Span:
         if name and words_width(name, _LETTERS) <= length * pixels - 6:
             text = name
             break
-    hover = f"{mark.name.removeprefix(' · ')}<br>{seconds((mark.busy or length) / 1e3)}"
+    busy = seconds((mark.busy or length) / 1e3)
+    hover = f"{mark.name.removeprefix(' · ')}<br>{busy}"
     return Span(mark.y, round(mark.start, 4), round(length, 4), text, hover)

@@ -45,8 +45,9 @@ def conclusion(runs: Sequence[RunView]) -> str:
     if not (sharded.steady.step_time_s and base.steady.step_time_s):
         hidden = _hidden(sharded) if sent else ""
         return _sentence(_name(sharded), [memory, sent + hidden, step])
-    told = [_sentence(_name(sharded), [memory, sent]), _on_steady_card(sharded, base, step)]
-    return " ".join(told).strip()
+    first = _sentence(_name(sharded), [memory, sent])
+    second = _on_steady_card(sharded, base, step)
+    return f"{first} {second}".strip()
 
 
 def _on_steady_card(sharded: RunView, base: RunView, measured_step: str) -> str:
@@ -89,8 +90,8 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
     run = max(both, key=lambda run: abs(_ratio(run) - 1))
     off = _ratio(run) - 1
     if abs(off) <= max(_AGREES, run.summary.step_time_s.scatter or 0):
-        # rounded up, so that it holds
-        return f"The measured steps agree with it within {max(1, round(100 * abs(off) + 0.49))} %."
+        within = max(1, round(100 * abs(off) + 0.49))  # rounded up, so that it holds
+        return f"The measured steps agree with it within {within} %."
     excess = known(run.step_median) - _steady(run)
     which = run.label
     if len(both) > 1:
@@ -108,7 +109,8 @@ def _parts_in_words(run: RunView, excess: float) -> str:
     words = []
     for part, cause in _parts(run, excess):
         if abs(part) >= _TOLD * abs(excess):
-            words.append(f"{'+' if part > 0 else '-'}{seconds(abs(part))} of {cause}")
+            sign = "+" if part > 0 else "-"
+            words.append(f"{sign}{seconds(abs(part))} of {cause}")
     return ", ".join(words)
 
 
@@ -122,8 +124,8 @@ def change_words(runs: Sequence[RunView]) -> str:
     if run is None or not run.summary.change.words:
         return ""
     change = run.summary.change
-    words = f"Most valuable change to {run.label}: {change.words}: {percent(known(change.gain))} more tokens/s"
-    words += " (simulated)"
+    gain = percent(known(change.gain))
+    words = f"Most valuable change to {run.label}: {change.words}: {gain} more tokens/s (simulated)"
     if change.peak_bytes and run.peak:
         words += f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)"
     elif change.peak_bytes:  # of a run whose memory was not measured
@@ -142,11 +144,12 @@ def _parts(run: RunView, excess: float) -> list[tuple[float, str]]:
     copying = comm.copying_s or 0.0
     waiting = (comm.waiting_s or 0.0) + (comm.no_core_s or 0.0)
     link = comm.on_link_s - exposed
+    computing = excess - copying - waiting - link
     return [
         (copying, "packing and unpacking (the steady card does none)"),
         (waiting, "waiting for a peer or a core"),
         (link, "exposed time on the link"),
-        (excess - copying - waiting - link, "computing and of Python between the operators"),
+        (computing, "computing and of Python between the operators"),
     ]
 
 
@@ -244,7 +247,9 @@ def _sent_beside(run: RunView, base: RunView) -> str:
     if not sent or not sent_by_base:
         return _sent(run)
     times = sent / sent_by_base
-    return "sends as much" if abs(times - 1) < _ALIKE else f"sends {times_as_much(times)}"
+    if abs(times - 1) < _ALIKE:
+        return "sends as much"
+    return f"sends {times_as_much(times)}"
 
 
 def _time_beside(run: RunView, base: RunView) -> str:
@@ -252,7 +257,8 @@ def _time_beside(run: RunView, base: RunView) -> str:
         return _time(run)
     if core_words([run, base]):
         return ""
-    if len(race([run.summary.step_time_s, base.summary.step_time_s]).leaders) > 1:
+    outcome = race([run.summary.step_time_s, base.summary.step_time_s])
+    if len(outcome.leaders) > 1:
         return "no difference of their steps is seen"
     return _step_words(run.step_median / base.step_median - 1)
 
@@ -264,7 +270,8 @@ def _step_words(change: float) -> str:
 
 
 def _percent(change: float, more: str, less: str) -> str:
-    return f"{percent(abs(change))} {more if change > 0 else less}"
+    direction = more if change > 0 else less
+    return f"{percent(abs(change))} {direction}"
 
 
 def _sentence(name: str, parts: Sequence[str]) -> str:
@@ -295,7 +302,8 @@ def gaps(run: RunView) -> list[str]:
         return []
     sentences = []
     for category in CATEGORIES:
-        predicted, measured = run.predicted_split.get(category, 0), run.split.get(category, 0)
+        predicted = run.predicted_split.get(category, 0)
+        measured = run.split.get(category, 0)
         if abs(predicted - measured) > max(NEAR * measured, SMALL * run.peak):
             both = f"{CATEGORY_NAMES[category]} {size(predicted)} predicted, {size(measured)} measured"
             sentences.append(f"{run.label}: {both}: {_why(run, category, predicted < measured)}")
@@ -323,9 +331,10 @@ def verdict(runs: Sequence[RunView]) -> str:
     if not predicted:
         return "No peak of these runs is predicted"
     worst = max(predicted, key=_off)
-    if _off(worst) < 0.0005:
+    off = _off(worst)
+    if off < 0.0005:
         return "Every predicted peak is within 0.1% of the measured one"
-    return f"Predicted peaks are within {_off(worst):.1%} of the measured ones; {worst.label} is furthest off"
+    return f"Predicted peaks are within {off:.1%} of the measured ones; {worst.label} is furthest off"
 
 
 def _off(run: RunView) -> float:
@@ -346,7 +355,8 @@ def step_sources(runs: Sequence[RunView]) -> list[str]:
             predictions.setdefault(source, []).append(words)
     sentences = []
     for source, words_of_runs in predictions.items():
-        sentences.append(f"From the run of {source} a step of {'; of '.join(words_of_runs)}.")
+        steps = "; of ".join(words_of_runs)
+        sentences.append(f"From the run of {source} a step of {steps}.")
     return sentences
 
 
@@ -409,7 +419,9 @@ def _every_advice(records: Sequence[RunRecord]) -> list[Advice]:
     every_advice = []
     for label, of_run in findings_by_run(records):
         changes = _gains(by_label[label])
-        every_advice += [_advice(label, finding, changes) for finding in of_run if finding.seconds]
+        for finding in of_run:
+            if finding.seconds:
+                every_advice.append(_advice(label, finding, changes))
     return every_advice
 
 
@@ -429,15 +441,22 @@ def _gains(record: RunRecord) -> Mapping[str, Change]:
     if record.spec.get("job") or record.summary.traces:
         return {}
     spec = spec_of(record)
-    return {} if spec is None else gains(spec)
+    if spec is None:
+        return {}
+    return gains(spec)
 
 
 def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advice:
     """Return the best change against the cause of a finding, if any gains; else its own remedy."""
-    known_changes = [changes[name] for name in _SETTINGS_OF.get(finding.kind, ()) if name in changes]
-    worth = [change for change in known_changes if (change.gain or 0.0) >= LEAST_GAIN]
+    worth = []
+    for name in _SETTINGS_OF.get(finding.kind, ()):
+        change = changes.get(name)
+        if change is not None and (change.gain or 0.0) >= LEAST_GAIN:
+            worth.append(change)
     if not worth:
         return Advice(label, finding, finding.remedy)
     best = in_order(worth)[0]
-    words = f"{best.words[0].upper()}{best.words[1:]}: {percent(known(best.gain))} more tokens/s on the steady card."
+    what = best.words[0].upper() + best.words[1:]
+    gain = percent(known(best.gain))
+    words = f"{what}: {gain} more tokens/s on the steady card."
     return Advice(label, finding, words, best)

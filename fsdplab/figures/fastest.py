@@ -45,19 +45,24 @@ def fastest_words(runs: Sequence[RunView]) -> str:
 def _fastest(runs: Sequence[RunView]) -> str:
     outcome = race_of(runs)
     leaders = [runs[place] for place in outcome.leaders]
+    names = listed(leaders)
     if len(leaders) == 1 or all(run.simulated for run in runs):
-        return f"{listed(leaders)} {_is(leaders)} fastest, {seconds(leaders[0].step_median)} a step"
+        step = seconds(leaders[0].step_median)
+        return f"{names} {_is(leaders)} fastest, {step} a step"
     if outcome.within is None:
         return "no run is called fastest, as too few steps were timed (4 are needed)"
-    steps = plural(min(run.summary.step_time_s.count or 0 for run in leaders), "step")
+    fewest = min(run.summary.step_time_s.count or 0 for run in leaders)
+    steps = plural(fewest, "step")
     needed = f"their medians would have to differ by {percent(outcome.within)}"
-    return f"no difference between {listed(leaders)} is seen in {steps} ({needed})"
+    return f"no difference between {names} is seen in {steps} ({needed})"
 
 
 def _left_out(runs: Sequence[RunView]) -> str:
     fitting = those_that_fit(runs)
     over = [run for run in runs if run not in fitting]
-    return f"; {listed(over)} {_is(over)} over the card and not ranked" if over else ""
+    if not over:
+        return ""
+    return f"; {listed(over)} {_is(over)} over the card and not ranked"
 
 
 def _is(runs: Sequence[RunView]) -> str:
@@ -79,7 +84,8 @@ def step_words(runs: Sequence[RunView]) -> str:
     fastest = [fitting[place] for place in race_of(fitting).leaders]
     if slowest in fastest:
         return fastest_words(runs)
-    ratio = known(slowest.step_median) / min(known(run.step_median) for run in fastest)
+    shortest = min(known(run.step_median) for run in fastest)
+    ratio = known(slowest.step_median) / shortest
     return f"{_fastest(fitting)}; {slowest.label} takes {ratio:.2f} times that{_left_out(runs)}"
 
 

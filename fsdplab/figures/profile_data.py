@@ -76,7 +76,9 @@ def named_rows(record: RunRecord, table: str) -> list[Row]:
     name = unnamed(record)
     rows = []
     for row in record.table(table):
-        rows.append({**row, "unit": name} if row.get("unit") == "" else row)
+        if row.get("unit") == "":
+            row = {**row, "unit": name}
+        rows.append(row)
     return rows
 
 
@@ -151,7 +153,8 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
     if split and split.rank in by_rank:
         worst = split.rank
     else:
-        worst = max(by_rank, key=lambda rank: sum(row["exposed_ns"] for row in by_rank[rank]))
+        exposed = {rank: sum(row["exposed_ns"] for row in of_rank) for rank, of_rank in by_rank.items()}
+        worst = max(exposed, key=lambda rank: exposed[rank])
     steps = split.steps if split else len(distinct(by_rank[worst], "step"))
     return worst, steps, exposed_cells(by_rank[worst], steps)
 
@@ -176,7 +179,8 @@ def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
     """Return units in the order in which the forward reaches them; units that it never reaches follow by name."""
     first: dict[str, int] = {}
     for row in where(named_rows(record, "timeline"), phase="forward", lane="compute"):
-        first[row["unit"]] = min(first.get(row["unit"], row["start_ns"]), row["start_ns"])
+        unit, start = row["unit"], row["start_ns"]
+        first[unit] = min(first.get(unit, start), start)
 
     def place(unit: str) -> tuple[bool, float, list[tuple[bool, str]]]:
         return unit != ROOT, first.get(unit, float("inf")), _in_numbers(unit)
@@ -196,8 +200,11 @@ def foremost_units(record: RunRecord, amounts: Mapping[Any, float]) -> tuple[lis
     weights: dict[str, float] = {}
     for (unit, *_), amount in amounts.items():
         weights[unit] = weights.get(unit, 0.0) + abs(amount)
-    drawn = sorted(weights, key=lambda unit: -weights[unit])[:_MOST_UNITS]
-    few = f"the {len(drawn)} foremost of {len(weights)} units" if len(drawn) < len(weights) else ""
+    heaviest_first = sorted(weights, key=lambda unit: -weights[unit])
+    drawn = heaviest_first[:_MOST_UNITS]
+    few = ""
+    if len(drawn) < len(weights):
+        few = f"the {len(drawn)} foremost of {len(weights)} units"
     return unit_order(record, drawn), few
 
 
@@ -216,9 +223,12 @@ def conditions(records: RunRecord | Iterable[RunRecord], *more: str) -> str:
     """
     runs = listed(records)
     where = how_and_where(views(runs))
-    links = " / ".join(dict.fromkeys(_link_words(run.summary.link) for run in runs if run.summary.link))
+    links: dict[str, bool] = {}  # in order of first appearance
+    for run in runs:
+        if run.summary.link:
+            links[_link_words(run.summary.link)] = True
     if links:
-        where += f"; the link is emulated ({links})"
+        where += f"; the link is emulated ({' / '.join(links)})"
     elif any(run.provenance.get("exposed_s") == "emulated" for run in runs):
         where += "; communication is emulated"
     return ", ".join([where, *filter(None, more)])

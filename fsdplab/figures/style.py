@@ -129,7 +129,8 @@ def words_width(words: str, size: int = 15) -> float:
 
 def plot_width(labels: Iterable[str] = ()) -> float:
     """Return pixels of a plot's width on the page beside the labels of its rows."""
-    return max(100.0, page() - 54 - max(map(words_width, labels), default=60))
+    longest = max(map(words_width, labels), default=60)
+    return max(100.0, page() - 54 - longest)
 
 
 # ---- title, conditions and legend
@@ -198,7 +199,11 @@ def legend_of(figure: go.Figure) -> dict[str, str]:
     """Return the names in a figure's legend and their colours; {} where it has none."""
     if figure.layout.showlegend is False or len(figure.data) < 2:
         return {}
-    return {trace.name: trace.marker.color for trace in figure.data if trace.name and trace.showlegend is not False}
+    colours = {}
+    for trace in figure.data:
+        if trace.name and trace.showlegend is not False:
+            colours[trace.name] = trace.marker.color
+    return colours
 
 
 def bare(figure: go.Figure) -> dict[str, Any]:
@@ -257,7 +262,8 @@ def alt_text(figure: go.Figure) -> str:
 
 def strategy_colour(strategy: str, engine: str) -> str:
     """Return the strategy's colour; the twin has its own."""
-    return STRATEGY_COLOURS.get("twin" if engine == "twin" else strategy, STRATEGY_COLOURS["no_shard"])
+    name = "twin" if engine == "twin" else strategy
+    return STRATEGY_COLOURS.get(name, STRATEGY_COLOURS["no_shard"])
 
 
 def ink_on(colour: str) -> str:
@@ -279,7 +285,9 @@ def _luminance(colour: str) -> float:
 
 def _linear(part: float) -> float:
     """Return the light of a part of sRGB, which is coded so that equal steps look alike."""
-    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+    if part <= 0.04045:
+        return part / 12.92
+    return ((part + 0.055) / 1.055) ** 2.4
 
 
 def mark_level(
@@ -306,4 +314,7 @@ def mark_level(
 
 def card_words(card: int, emulated: bool) -> str:
     """Return the name of a card's line: `card 80.0 MB (emulated)`."""
-    return f"card {size(card)}{' (emulated)' if emulated else ''}"
+    words = f"card {size(card)}"
+    if emulated:
+        words += " (emulated)"
+    return words

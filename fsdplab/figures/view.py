@@ -128,8 +128,10 @@ class RunView:
     @property
     def card(self) -> int | None:
         """The card's bytes."""
-        known = self.summary.card.bytes if self.summary.card else None
-        return known or self.spec.get("card")
+        card = self.summary.card
+        if card and card.bytes:
+            return card.bytes
+        return self.spec.get("card")
 
     @property
     def card_emulated(self) -> bool:
@@ -139,12 +141,15 @@ class RunView:
     @property
     def over_card(self) -> bool:
         """Whether this run's memory did not fit the card."""
-        return self.status == "out_of_memory" or bool(self.card and self.peak and self.peak > self.card)
+        if self.status == "out_of_memory":
+            return True
+        return bool(self.card and self.peak and self.peak > self.card)
 
     @property
     def simulated(self) -> bool:
         """Whether its times come from a simulation."""
-        return "simulated" in [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
+        origins = [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
+        return "simulated" in origins
 
     @property
     def recorded(self) -> bool:
@@ -261,13 +266,17 @@ def _notes(namesakes: list[RunView]) -> list[str]:
     differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
     notes = []
     for spec in specs:
-        notes.append(settings_words(spec, [name for name in differing if not _is_default(spec, name)]))
+        chosen = [name for name in differing if not _is_default(spec, name)]
+        notes.append(settings_words(spec, chosen))
     if len(set(notes)) == len(specs):
         return notes
     notes = [settings_words(spec, differing) for spec in specs]
     if len(set(notes)) == len(specs):
         return notes
-    return [f"{note}, run {number}".removeprefix(", ") for number, note in enumerate(notes, 1)]
+    numbered = []
+    for number, note in enumerate(notes, 1):
+        numbered.append(f"{note}, run {number}".removeprefix(", "))  # equal runs have no setting before it
+    return numbered
 
 
 def _is_default(spec: Mapping[str, Any], name: str) -> bool:
@@ -295,15 +304,19 @@ def ranks_and_device(runs: list[RunView]) -> str:
         return _ranks_of_traces(runs[0], runs[0].summary.traces, kind)
     # the twin replays the batches of all ranks in one process
     compared = [run for run in runs if run.engine != "twin"]
-    sizes = {run.world_size for run in compared or runs}
+    sizes = sorted({run.world_size for run in compared or runs})
     if len(sizes) == 1:
-        return plural(min(sizes), f"{kind} rank")
-    return f"{' and '.join(map(str, sorted(sizes)))} {kind} ranks"
+        return plural(sizes[0], f"{kind} rank")
+    numbers = " and ".join(map(str, sizes))
+    return f"{numbers} {kind} ranks"
 
 
 def _ranks_of_traces(run: RunView, traces: Traces, kind: str) -> str:
-    ranks = plural(run.world_size, f"{run.environment.get('device_name') or kind} rank")
-    return f"{traces.ranks} of {ranks}" if traces.ranks < run.world_size else ranks
+    device = run.environment.get("device_name") or kind
+    ranks = plural(run.world_size, f"{device} rank")
+    if traces.ranks < run.world_size:
+        return f"{traces.ranks} of {ranks}"
+    return ranks
 
 
 def how_and_where(runs: list[RunView]) -> str:
@@ -329,8 +342,12 @@ def missing(runs: Iterable[RunView], drawn: Iterable[RunView], why: str) -> str:
     """
     labels = [run.label for run in drawn]
     ends = {"failed": "failed", "out_of_memory": "ran out of memory"}
-    left_out = [run for run in runs if run.label not in labels]
-    return "; ".join(f"{run.label} is missing: it {ends.get(run.status, why)}" for run in left_out)
+    clauses = []
+    for run in runs:
+        if run.label not in labels:
+            reason = ends.get(run.status, why)
+            clauses.append(f"{run.label} is missing: it {reason}")
+    return "; ".join(clauses)
 
 
 # ---- what was measured, computed, emulated and simulated: each sentence is a row, and stands where it applies
@@ -401,7 +418,9 @@ def _told_by(run: RunView) -> list[str]:
 def _not_in_traces(groups: _Groups) -> str:
     if not groups.traced:
         return ""
-    told = {quantity for run in groups.traced for quantity in _told_by(run)}
+    told: set[str] = set()
+    for run in groups.traced:
+        told.update(_told_by(run))
     untold = [quantity for quantity in ("peak memory", "bytes sent") if quantity not in told]
     return ", ".join([*untold, "tokens/s", "losses"])
 
@@ -443,7 +462,8 @@ def _predicted_from_runs(groups: _Groups) -> str:
     sources = _sources_of_steps(groups) - {""}
     if not sources:
         return ""
-    return f"step time of the others, from what was measured of {' and '.join(sorted(sources))}"
+    names = " and ".join(sorted(sources))
+    return f"step time of the others, from what was measured of {names}"
 
 
 def _emulated(runs: list[RunView]) -> str:
@@ -462,7 +482,9 @@ def emulated_links(runs: list[RunView]) -> str:
     """Return the names of the emulated links that occur: `"25gbe"`, `"25gbe, eth10"`; empty without any."""
     links = set()
     for run in runs:
-        name = run.summary.link.name if run.summary.link else run.spec.get("emulate") or run.spec.get("link")
+        name = run.spec.get("emulate") or run.spec.get("link")
+        if run.summary.link:
+            name = run.summary.link.name
         if name:
             links.add(str(name))
     return ", ".join(sorted(links))

@@ -66,15 +66,18 @@ def answer(choice: Mapping[str, str], width: int) -> Places:
     pixels = max(_LEAST, min(_MOST, width))
     band = memory_band(spec)
     low, high = band.around(found.memory.peak.total)
+    remedies_of_plan = "" if found.fits else "".join(_remedies(found, choice))
+    quantities = [_quantity(name, value, beside) for name, value, beside in _quantities(found, band)]
+    drawing_of_step = step_drawing(_first_rank(record), pixels) if record else ""
     pytorch_lines, accelerate_lines = _copies(spec)
     return {
         "error": "",
         "verdict": _verdict(found, high),
-        "remedies": "" if found.fits else "".join(_remedies(found, choice)),
-        "quantities": "".join(_quantity(name, value, beside) for name, value, beside in _quantities(found, band)),
+        "remedies": remedies_of_plan,
+        "quantities": "".join(quantities),
         "memory": memory_drawing(found, (low, high), pixels),
         "categories": _categories(found),
-        "step": step_drawing(_first_rank(record), pixels) if record else "",
+        "step": drawing_of_step,
         "step-words": escape(_step_words(found, record)),
         "pytorch": escape(pytorch_lines),
         "accelerate": escape(accelerate_lines),
@@ -101,7 +104,8 @@ def _verdict(found: Plan, high: float) -> str:
 
 def _room_words(found: Plan, high: float) -> str:
     """Say how much of the card is needed at the peak, and whether the card holds what may come on top of it."""
-    peak, card = size(found.memory.peak.total), size(found.spec.gpu.memory_bytes)
+    peak = size(found.memory.peak.total)
+    card = size(found.spec.gpu.memory_bytes)
     also = "also" if found.fitness == "yes" else "not"
     reserved = size(found.memory.reserved_bytes)
     more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({reserved})"
@@ -155,17 +159,24 @@ def _quantities(found: Plan, memory: Band) -> Iterator[_Quantity]:
     if found.spec.offload:
         name += " and copies"
     exposed_s = max(0.0, found.time.exposed_s)
-    yield name, f"{exposed_s / found.time.step_s:.1%}", f"{seconds(exposed_s)} of a step; {_exposed_words(found.spec)}"
+    share = exposed_s / found.time.step_s
+    beside = f"{seconds(exposed_s)} of a step; {_exposed_words(found.spec)}"
+    yield name, f"{share:.1%}", beside
 
 
 def _speeds(found: Plan, time: StepTime) -> Iterator[_Quantity]:
     """Yield tokens a second, the step and MFU: one band, as they are one measurement."""
-    band, speed, mfu = speed_band(found.spec), found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
-    slow, fast = band.around(speed)
+    band = speed_band(found.spec)
     by = "by the band of tokens/s"
+    speed = found.tokens_per_s_per_gpu or 0.0
+    slow, fast = band.around(speed)
     yield "tokens/s a GPU", three_digits(speed), f"{three_digits(slow)} to {three_digits(fast)} {band.words}"
-    yield "step", seconds(time.step_s), f"{seconds(time.step_s / band.high)} to {seconds(time.step_s / band.low)}, {by}"
-    yield "MFU", f"{mfu:.1%}", f"{mfu * band.low:.1%} to {mfu * band.high:.1%}, {by}"
+    # a fast step is a short one
+    shortest, longest = seconds(time.step_s / band.high), seconds(time.step_s / band.low)
+    yield "step", seconds(time.step_s), f"{shortest} to {longest}, {by}"
+    mfu = found.mfu or 0.0
+    least, most = mfu * band.low, mfu * band.high
+    yield "MFU", f"{mfu:.1%}", f"{least:.1%} to {most:.1%}, {by}"
 
 
 def _of_offloading(spec: PlanSpec, time: StepTime) -> Iterator[_Quantity]:
@@ -181,7 +192,8 @@ def _exposed_words(spec: PlanSpec) -> str:
 
 
 def _quantity(name: str, value: str, beside: str) -> str:
-    return f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(beside)}</span></dd></div>"
+    figures = f"<b>{escape(value)}</b><span>{escape(beside)}</span>"
+    return f"<div><dt>{escape(name)}</dt><dd>{figures}</dd></div>"
 
 
 def _categories(found: Plan) -> str:
@@ -189,11 +201,12 @@ def _categories(found: Plan) -> str:
     by_category = found.memory.peak.by_category
     entries = ""
     for name, row in CATEGORY_ROWS.items():
-        if by_category[name] >= 1:
-            entries += (
-                f'<li title="{escape(row.sentence)}"><i style="background:{row.colour}"></i>{escape(row.title)}'
-                f" <b>{size(by_category[name])}</b></li>"
-            )
+        nbytes = by_category[name]
+        if nbytes < 1:
+            continue
+        sign = f'<i style="background:{row.colour}"></i>'
+        words = f"{escape(row.title)} <b>{size(nbytes)}</b>"
+        entries += f'<li title="{escape(row.sentence)}">{sign}{words}</li>'
     return entries
 
 
@@ -208,7 +221,8 @@ def _copies(spec: PlanSpec) -> tuple[str, str]:
 
 def _first_rank(record: RunRecord) -> list[dict[str, object]]:
     rows = record.table("timeline")
-    return [row for row in rows if row["rank"] == rows[0]["rank"]]
+    first = rows[0]["rank"]
+    return [row for row in rows if row["rank"] == first]
 
 
 def _step_words(found: Plan, record: RunRecord | None) -> str:
@@ -219,9 +233,9 @@ def _step_words(found: Plan, record: RunRecord | None) -> str:
     if record is None:
         return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
     simulated = seconds(record.summary.step_time_s.median)
+    closed_form = seconds(found.time.step_s)
     words = (
-        f"Simulated event by event with the engine's own schedule: {simulated}; the closed form says"
-        f" {seconds(found.time.step_s)}."
+        f"Simulated event by event with the engine's own schedule: {simulated}; the closed form says {closed_form}."
     )
     if found.time.slowed_s > 1e-8:  # less would read as 0.00 µs
         slowed = seconds(found.time.slowed_s)

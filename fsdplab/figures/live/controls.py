@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,19 +45,22 @@ class Control:
     @property
     def shown(self) -> tuple[str, ...]:
         """The values as they are read: `16,384`."""
-        return tuple(f"{int(value):,}" for value in self.values) if self.is_slider else self.values
+        if not self.is_slider:
+            return self.values
+        return tuple(f"{int(value):,}" for value in self.values)
 
 
 def controls() -> tuple[Control, ...]:
     """Return all controls, in the page's order."""
-    models = tuple(name for name, shape in SHAPES.items() if shape.layers >= _FEWEST_LAYERS and shape.vocabulary > 1000)
+    gpu_names = tuple(map(short_name, GPUS))
+    micro_batches = (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
     return (
-        Control("model", "Model", models, _MODEL),
-        Control("gpu", "GPU", tuple(map(short_name, GPUS)), _GPU),
+        Control("model", "Model", tuple(_models()), _MODEL),
+        Control("gpu", "GPU", gpu_names, _GPU),
         _of_a_field("gpus", "GPUs", tuple(map(str, _GPUS))),
         Control("network", "Network", (USUAL, *NETWORKS), USUAL),
         _of_a_field("strategy", "Strategy", STRATEGIES),
-        _of_a_field("micro_batch", "Micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")),
+        _of_a_field("micro_batch", "Micro-batch", micro_batches),
         _of_a_field("seq", "Sequence (tokens)", _powers(512, 131_072)),
         _of_a_field("checkpointing", "Recomputation", CHECKPOINTINGS),
         _of_a_field("loss", "Loss", LOSSES),
@@ -75,6 +78,13 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("lora_rank", "Rank of adapters (0: all is trained)", ("0", "8", "16", "32", "64"), folded=True),
         Control("base_dtype", "Frozen base under adapters", (USUAL, "bf16", "int8", "nf4"), USUAL, folded=True),
     )
+
+
+def _models() -> Iterator[str]:
+    """Yield the models that are offered: the lab's own, with few layers or few tokens, are for CPUs."""
+    for name, shape in SHAPES.items():
+        if shape.layers >= _FEWEST_LAYERS and shape.vocabulary > 1000:
+            yield name
 
 
 def _of_a_field(name: str, label: str, values: tuple[str, ...], folded: bool = False) -> Control:
@@ -104,8 +114,9 @@ def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
     for name in ("network", "host_memory", "base_dtype"):
         if settings[name] == USUAL:
             settings[name] = None
-    if settings["host_memory"] is not None:
-        settings["host_memory"] = parse_size(str(settings["host_memory"]))
+    host_memory = settings["host_memory"]
+    if host_memory is not None:
+        settings["host_memory"] = parse_size(str(host_memory))
     settings["offload"] = settings["offload"] == "cpu"
     return settings
 
@@ -140,7 +151,8 @@ def offered(choice: Mapping[str, str], changes: Changes) -> dict[str, str] | Non
         if name == "offload":
             words = "cpu"
         elif name == "gpus":
-            words = next((count for count in by_name[name].values if int(count) >= value), "")
+            enough = [count for count in by_name[name].values if int(count) >= value]
+            words = enough[0] if enough else ""
         else:
             words = str(value)
         if name not in by_name or words not in by_name[name].values:

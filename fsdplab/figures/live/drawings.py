@@ -19,6 +19,7 @@ from fsdplab.planning.planner import Plan
 
 _GIB = 2**30
 _ROW, _GAP, _TEXT = 30, 12, 13  # pixels of a bar, between two, and of letters
+_NAME = 17  # pixels of a bar's name, above it
 _LANE, _BETWEEN = 18, 6
 _NAMES = 104  # pixels of the lanes' names
 _TICK = 84  # pixels between two values of an axis at least
@@ -37,27 +38,32 @@ def memory_drawing(found: Plan, band: Interval, width: int) -> str:
     card, peak = found.spec.gpu.memory_bytes, found.memory.peak
     end = max(card, peak.total, band[1]) * 1.04
     scale = (width - 2) / end  # pixels of a byte
-    at_peak, at_rest = 22, 22 + 17 + _ROW + _GAP  # where the two rows begin, their names first
-    bottom = at_rest + 17 + _ROW + _GAP
+    row_height = _NAME + _ROW + _GAP
+    at_peak = 22  # where the first row begins, with its name
+    at_rest = at_peak + row_height
+    bottom = at_rest + row_height
+    bars = (at_peak + _NAME, at_rest + _NAME)  # where they begin
     parts = [
         *_axis(end, scale, bottom, _BYTES),
         *_memory_row("at the peak", peak.by_category, at_peak, scale),
-        *_whisker(band, at_peak + 17 + _ROW / 2, scale),
+        *_whisker(band, bars[0] + _ROW / 2, scale),
         *_memory_row("between steps", found.memory.resting.by_category, at_rest, scale),
-        *_card_line(card, (at_peak + 17, at_rest + 17), scale, width),
+        *_card_line(card, bars, scale, width),
     ]
-    categories = ", ".join(f"{title} {size(nbytes)}" for title, nbytes in _named(peak.by_category))
-    alt = (
-        f"Memory of a rank: {size(peak.total)} at the peak, {size(band[0])} to {size(band[1])} by the band, of a card"
-        f" of {size(card)}: {categories}"
-    )
+    categories = []
+    for title, nbytes in _named(peak.by_category):
+        categories.append(f"{title} {size(nbytes)}")
+    least, most = band
+    peaks = f"{size(peak.total)} at the peak, {size(least)} to {size(most)} by the band"
+    alt = f"Memory of a rank: {peaks}, of a card of {size(card)}: {', '.join(categories)}"
     return _svg(width, bottom + 22, alt, parts)
 
 
 def _memory_row(name: str, by_category: Mapping[str, float], top: float, scale: float) -> Iterator[str]:
     """Draw a row: its name and sum, and below them the bar of its categories."""
-    yield _text(0, top + 11, f"{name}: {size(sum(by_category.values()))}")
-    yield from _stack(by_category, top + 17, scale)
+    total = sum(by_category.values())
+    yield _text(0, top + 11, f"{name}: {size(total)}")
+    yield from _stack(by_category, top + _NAME, scale)
 
 
 def _card_line(card: float, bars: Iterable[float], scale: float, width: int) -> Iterator[str]:
@@ -66,34 +72,37 @@ def _card_line(card: float, bars: Iterable[float], scale: float, width: int) -> 
     path = "".join(f"M{at:.1f} {top - 3}v{_ROW + 6}" for top in bars)
     yield f'<path class="card" d="{path}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>'
     anchor = "end" if at > width / 2 else "start"
-    yield _text(at, 12, f"card {size(card)} ({card / _GIB:.4g} GiB)", anchor, ALARM)
+    words = f"card {size(card)} ({card / _GIB:.4g} GiB)"
+    yield _text(at, 12, words, anchor, ALARM)
 
 
 def _named(by_category: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the categories that hold something, with their titles."""
     for name, row in CATEGORY_ROWS.items():
-        if by_category[name] >= 1:
-            yield row.title, by_category[name]
+        nbytes = by_category[name]
+        if nbytes >= 1:
+            yield row.title, nbytes
 
 
 def _stack(by_category: Mapping[str, float], top: float, scale: float) -> Iterator[str]:
     """Draw the bar of the categories, one beside the other."""
     start = 0.0
     for name, row in CATEGORY_ROWS.items():
-        length = by_category[name] * scale
+        nbytes = by_category[name]
+        length = nbytes * scale
         if length > 0:
-            words = f"{row.title}: {size(by_category[name])}"
-            yield (
-                f'<rect x="{start:.1f}" y="{top}" width="{length:.1f}" height="{_ROW}" fill="{row.colour}"'
-                f' stroke="{_EDGE}" stroke-width="0.8"><title>{escape(words)}</title></rect>'
-            )
+            place = f'x="{start:.1f}" y="{top}" width="{length:.1f}" height="{_ROW}"'
+            look = f'fill="{row.colour}" stroke="{_EDGE}" stroke-width="0.8"'
+            words = escape(f"{row.title}: {size(nbytes)}")  # what a hover shows
+            yield f"<rect {place} {look}><title>{words}</title></rect>"
         start += length
 
 
 def _whisker(band: Interval, middle: float, scale: float) -> Iterator[str]:
     """Draw the band of the peak, as a line with two ends."""
     low, high = band[0] * scale, band[1] * scale
-    path = f"M{low:.1f} {middle - 7}v14M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 7}v14"
+    end = f"{middle - 7}v14"  # upright, over the middle and below
+    path = f"M{low:.1f} {end}M{low:.1f} {middle}H{high:.1f}M{high:.1f} {end}"
     for colour, thick in ((_PAPER, 5), (_INK, 2)):  # readable over any colour
         yield f'<path d="{path}" stroke="{colour}" stroke-width="{thick}" fill="none"/>'
 
@@ -125,8 +134,10 @@ def step_drawing(timeline: Sequence[Mapping[str, Any]], width: int) -> str:
         by_colour = _by_colour(timeline, lane)
         if not by_colour:
             continue
-        marks.append(_text(0, top + 14, name, colour=ALARM if lane == "exposed" else _INK))
-        marks += [_marks(colour, spans, top, scale) for colour, spans in by_colour.items()]
+        ink = ALARM if lane == "exposed" else _INK
+        marks.append(_text(0, top + 14, name, colour=ink))
+        for colour, spans in by_colour.items():
+            marks.append(_marks(colour, spans, top, scale))
         top += _LANE + _BETWEEN
     axis = _axis(step_ns, scale, top, _NANOSECONDS, start=_NAMES)
     return _svg(width, top + 22, _alt_of_step(timeline, step_ns), [*axis, *marks])
@@ -136,8 +147,10 @@ def _by_colour(timeline: Sequence[Mapping[str, Any]], lane: str) -> dict[str, li
     """Return the intervals of a lane by the colour of their mark; computing has one for each phase."""
     by_colour: dict[str, list[Interval]] = {}
     for row in timeline:
-        if row["lane"] == lane and row["end_ns"] > row["start_ns"]:
-            by_colour.setdefault(_colour(lane, row["phase"]), []).append((row["start_ns"], row["end_ns"]))
+        start, end = row["start_ns"], row["end_ns"]
+        if row["lane"] == lane and end > start:
+            colour = _colour(lane, row["phase"])
+            by_colour.setdefault(colour, []).append((start, end))
     return by_colour
 
 
@@ -152,15 +165,16 @@ def _alt_of_step(timeline: Sequence[Mapping[str, Any]], step_ns: float) -> str:
     exposed_ns = 0
     names = {}  # in the order in which the step reaches the lanes
     for row in timeline:
+        lane = row["lane"]
         length = row["end_ns"] - row["start_ns"]
-        if row["lane"] in _LANES and length > 0:
-            names[_LANES[row["lane"]]] = True
-            if row["lane"] == "exposed":
+        if lane in _LANES and length > 0:
+            names[_LANES[lane]] = True
+            if lane == "exposed":
                 exposed_ns += length
-    return (
-        f"One simulated step of {seconds(step_ns / 1e9)}: lanes {', '.join(names)}; communication is exposed for"
-        f" {seconds(exposed_ns / 1e9)}, {exposed_ns / step_ns:.0%} of the step"
-    )
+    lanes = ", ".join(names)
+    share = exposed_ns / step_ns
+    exposed = f"communication is exposed for {seconds(exposed_ns / 1e9)}, {share:.0%} of the step"
+    return f"One simulated step of {seconds(step_ns / 1e9)}: lanes {lanes}; {exposed}"
 
 
 @dataclass
@@ -174,7 +188,8 @@ class _Stretch:
 def _marks(colour: str, spans: Iterable[Interval], top: float, scale: float) -> str:
     """Draw all marks of a colour as one path; neighbours that are nearer than half a pixel are one."""
     stretches: list[_Stretch] = []
-    for start, end in sorted((start * scale, end * scale) for start, end in spans):
+    for start_ns, end_ns in sorted(spans):
+        start, end = start_ns * scale, end_ns * scale
         if stretches and start - stretches[-1].end < _NEAR:
             stretches[-1].end = max(end, stretches[-1].end)
         else:
@@ -182,7 +197,7 @@ def _marks(colour: str, spans: Iterable[Interval], top: float, scale: float) -> 
     path = ""
     for stretch in stretches:
         left = _NAMES + stretch.start
-        width = max(stretch.end - stretch.start, 0.4)
+        width = max(stretch.end - stretch.start, 0.4)  # less would not be seen
         path += f"M{left:.1f} {top}h{width:.1f}v{_LANE}H{left:.1f}z"
     return f'<path d="{path}" fill="{colour}"/>'
 
@@ -199,29 +214,34 @@ def _axis(
     right = start + end * scale
     for place in range(math.floor(end / step) + 1):
         at = start + place * step * scale
-        words = f"{place * step / one:,.4g} {unit}" if place else "0"
-        anchor = "middle" if place else "start"
+        words, anchor = "0", "start"
+        if place:
+            words = f"{place * step / one:,.4g} {unit}"
+            anchor = "middle"
         if right - at < _TICK / 3:  # words in the middle would be cut there
             anchor = "end"
-        yield f'<path d="M{at:.1f} 4V{top}" stroke="{GRID}"/>' + _text(at, top + 15, words, anchor)
+        line = f'<path d="M{at:.1f} 4V{top}" stroke="{GRID}"/>'
+        yield line + _text(at, top + 15, words, anchor)
 
 
 def _round_step(least: float) -> float:
     """Return the first of 1, 2 and 5 times powers of ten that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= least)
+    for times in (1, 2, 5):
+        if times * power >= least:
+            return times * power
+    return 10 * power
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = _INK) -> str:
     """Write words with an edge of the page's colour, which keeps lines out of the letters."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" stroke="{_PAPER}"'
-        f' stroke-width="3" paint-order="stroke">{escape(words)}</text>'
-    )
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    look = f'fill="{colour}" stroke="{_PAPER}" stroke-width="3" paint-order="stroke"'
+    return f"<text {place} {look}>{escape(words)}</text>"
 
 
 def _svg(width: int, height: float, alt: str, parts: Iterable[str]) -> str:
-    return (
-        f'<svg role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height:.0f}" width="{width}"'
-        f' height="{height:.0f}" font-size="{_TEXT}">{"".join(parts)}</svg>'
-    )
+    label = f'role="img" aria-label="{escape(alt)}"'
+    box = f'viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}"'
+    content = "".join(parts)
+    return f'<svg {label} {box} font-size="{_TEXT}">{content}</svg>'

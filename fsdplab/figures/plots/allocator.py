@@ -34,9 +34,13 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     ends = {_AT_THE_PEAK: f"<b>{size(memory.peak)}</b> in use, {size(memory.reserved_at_peak)} reserved"}
     if memory.out_of_memory is not None:
         ends[_AT_THE_FAILURE] = f"<b>{size(memory.out_of_memory.asked)}</b> were asked for"
-    figure = stacked_bars(ends, _parts(memory, len(ends)), "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
-    categories = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.by_category.items())
-    alt = f"A bar of the reserved memory at the peak: {categories}; {_UNUSED} {size(_unused_at_peak(memory))}."
+    parts = _parts(memory, len(ends))
+    figure = stacked_bars(ends, parts, "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
+    categories = []
+    for name, nbytes in memory.by_category.items():
+        categories.append(f"{name} {size(nbytes)}")
+    unused = size(_unused_at_peak(memory))
+    alt = f"A bar of the reserved memory at the peak: {', '.join(categories)}; {_UNUSED} {unused}."
     conditions = "Recorded by PyTorch's allocator; categories by the stacks of allocations"
     return titled(figure, _finding(memory), conditions, alt, 86 + 43 * len(ends))
 
@@ -52,8 +56,10 @@ def _parts(memory: DeviceMemory, bars: int) -> list[Part]:
     # the order of the legend: what is in use comes before what is not
     for place, name in enumerate({**memory.by_category, **at_failure, **at_peak}):
         lengths = [at_peak.get(name, 0), at_failure.get(name, 0)]
-        if any(lengths):
-            parts.append(Part(name, _colour(name, place), [nbytes / MB for nbytes in lengths[:bars]]))
+        if not any(lengths):
+            continue
+        megabytes = [nbytes / MB for nbytes in lengths[:bars]]
+        parts.append(Part(name, _colour(name, place), megabytes))
     return parts
 
 
@@ -80,16 +86,16 @@ def _colour(name: str, place: int) -> str:
 
 def _finding(memory: DeviceMemory) -> str:
     """Return the title: the request that failed and why, or what fills the peak."""
+    device = f"Device {memory.device}"
     failed = memory.out_of_memory
     in_use = f"{size(memory.peak)} in use{_mostly(memory)}"
     if failed is None:
-        return f"Device {memory.device}: {in_use}"
+        return f"{device}: {in_use}"
+    asked = size(failed.asked)
     if memory.free >= failed.asked > memory.largest_free:
-        return (
-            f"Device {memory.device}: {size(failed.asked)} asked for beside {size(memory.free)} that are used by"
-            " nothing, in pieces"
-        )
-    return f"Device {memory.device}: no room for {size(failed.asked)} beside {in_use}"
+        unused = size(memory.free)
+        return f"{device}: {asked} asked for beside {unused} that are used by nothing, in pieces"
+    return f"{device}: no room for {asked} beside {in_use}"
 
 
 def _mostly(memory: DeviceMemory) -> str:
@@ -97,7 +103,8 @@ def _mostly(memory: DeviceMemory) -> str:
     category, nbytes = next(iter(memory.by_category.items()), ("", 0))
     if not nbytes or category == OTHER:
         return ""
-    return f", {percent(nbytes / memory.peak)} of it {category}"
+    share = percent(nbytes / memory.peak)
+    return f", {share} of it {category}"
 
 
 def allocator_timeline(memory: DeviceMemory) -> go.Figure:
@@ -117,14 +124,16 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     in_use = [moment.in_use / MB for moment in moments]
     reserved = [moment.reserved / MB for moment in moments]
     highest = max(range(len(in_use)), key=in_use.__getitem__)
-    figure = go.Figure()
-    figure.add_trace(line("reserved from the driver", _RESERVED_COLOUR, times, reserved, 2, line_shape="hv"))
-    figure.add_trace(line("in use by tensors", _IN_USE_COLOUR, times, in_use, line_shape="hv", fill="tozeroy"))
-    figure.add_trace(peak(times[highest], in_use[highest]))
+    # each holds its level until the next event
+    reserved_line = line("reserved from the driver", _RESERVED_COLOUR, times, reserved, 2, line_shape="hv")
+    in_use_line = line("in use by tensors", _IN_USE_COLOUR, times, in_use, line_shape="hv", fill="tozeroy")
+    dot = peak(times[highest], in_use[highest])
+    figure = go.Figure([reserved_line, in_use_line, dot])
     figure.update_xaxes(title_text="time since the first event (ms)")
     figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
     if memory.out_of_memory is not None:
         figure.add_vline(times[-1], line=dict(color=ALARM, width=2, dash="dot"))
     title = f"Device {memory.device}: {size(memory.peak)} in use at the peak"
     conditions = f"Recorded by PyTorch's allocator, {len(memory.moments):,} events"
-    return titled(figure, title, conditions, f"Memory over time. {title}, {size(memory.reserved_at_peak)} reserved.")
+    alt = f"Memory over time. {title}, {size(memory.reserved_at_peak)} reserved."
+    return titled(figure, title, conditions, alt)

@@ -50,11 +50,15 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     runs = profile.listed(records)
     shown, splits = _with_breakdown(runs)
     inflation = _inflation(shown, splits)
-    ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
+    ends = {}
+    for name, split in splits.items():
+        ends[name] = _total(split, inflation.get(name))
     figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
     mean = "mean of the profiled steps"
-    where = profile.conditions(shown.values(), mean, _missing(runs, shown), _slower_words(shown))
-    return titled(figure, _finding(splits), where, _alt(splits, COLUMN, "the step", "step_ns"), 78 + 60 * len(shown))
+    left_out, slower = _missing(runs, shown), _slower_words(shown)
+    where = profile.conditions(shown.values(), mean, left_out, slower)
+    alt = _alt(splits, COLUMN, "the step", "step_ns")
+    return titled(figure, _finding(splits), where, alt, 78 + 60 * len(shown))
 
 
 def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
@@ -64,16 +68,22 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     """
     runs = profile.listed(records)
     shown, every_split = _with_breakdown(runs)
-    splits = {name: split for name, split in every_split.items() if split.on_link_ns is not None}
+    splits: Splits = {}
+    ends = {}
+    for name, split in every_split.items():
+        if split.on_link_ns is not None:
+            splits[name] = split
+            ends[name] = f"<b>{duration(split.exposed_ns)}</b> exposed"
     if not splits:
+        first = next(iter(every_split))
         raise ValueError(
-            f"{next(iter(every_split))} does not say what its exposed time was spent on: it was recorded with an"
+            f"{first} does not say what its exposed time was spent on: it was recorded with an"
             " earlier version; run it again with --profile 2"
         )
-    ends = {name: f"<b>{duration(split.exposed_ns)}</b> exposed" for name, split in splits.items()}
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
     how = "mean of the profiled steps of the rank exposed longest"
-    where = profile.conditions([shown[name] for name in splits], how, _missing(runs, splits))
+    drawn = [shown[name] for name in splits]
+    where = profile.conditions(drawn, how, _missing(runs, splits))
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
     return titled(figure, _on_the_link(shown, splits), where, alt, 78 + 60 * len(splits))
 
@@ -98,7 +108,8 @@ def _with_breakdown(runs: list[RunRecord]) -> tuple[dict[str, RunRecord], Splits
 
 def _missing(runs: list[RunRecord], shown: Mapping[str, object]) -> str:
     every_run = views(runs)
-    return missing(every_run, [run for run in every_run if run.label in shown], "has no such profile")
+    drawn = [run for run in every_run if run.label in shown]
+    return missing(every_run, drawn, "has no such profile")
 
 
 def _slower_words(shown: Mapping[str, RunRecord]) -> str:
@@ -106,10 +117,12 @@ def _slower_words(shown: Mapping[str, RunRecord]) -> str:
     sentences = []
     for name, record in shown.items():
         words = profile.slower_words(record)
-        if words and len(shown) > 1:
+        if not words:
+            continue
+        if len(shown) > 1:
             words = f"{name}: {words}"
         sentences.append(words)
-    return "; ".join(filter(None, sentences))
+    return "; ".join(sentences)
 
 
 def _stacked(
@@ -145,7 +158,9 @@ def _inflation(shown: Mapping[str, RunRecord], splits: Splits) -> dict[str, floa
 
 def _total(split: StepSummary, inflation: float | None) -> str:
     """Say at the bar's end: the step, the overlap, the compute inflation, and how long a GPU was busy."""
-    words = "no communication" if split.hidden is None else f"{100 * split.hidden:.0f} % hidden"
+    words = "no communication"
+    if split.hidden is not None:
+        words = f"{100 * split.hidden:.0f} % hidden"
     if inflation:
         words += f", compute ×{inflation:.2f}"
     if split.device_busy_ns:
@@ -159,33 +174,42 @@ def _on_the_link(shown: Mapping[str, RunRecord], splits: Splits) -> str:
     split = splits[most]
     if not split.exposed_ns:
         return "No run has exposed communication"
-    title = f"{most}: {duration(split.exposed_ns)} a step are exposed, {duration(split.on_link_ns or 0)} of it"
-    title += " on the link"
-    traces = shown[most].summary.traces
-    if traces and traces.ranks < shown[most].spec["world_size"]:
+    exposed, on_link = duration(split.exposed_ns), duration(split.on_link_ns or 0)
+    title = f"{most}: {exposed} a step are exposed, {on_link} of it on the link"
+    record = shown[most]
+    traces = record.summary.traces
+    if traces and traces.ranks < record.spec["world_size"]:
         title += " or waiting for ranks whose traces were not given"
     return title
 
 
 def _finding(splits: Splits) -> str:
     """Return the title: which run is exposed longest, and which least."""
-    exposed = {name: split.exposed_ns for name, split in splits.items() if split.communication_ns}
+    exposed = {}
+    for name, split in splits.items():
+        if split.communication_ns:
+            exposed[name] = split.exposed_ns
     if not exposed:
         return "No run sends anything: there is nothing to hide"
     least = min(exposed, key=lambda name: exposed[name])
     most = max(exposed, key=lambda name: exposed[name])
+    longest = duration(exposed[most])
     if least == most:
         share = percent(exposed[most], splits[most].step_ns)
-        return f"{most}: {duration(exposed[most])} of communication is exposed, {share} of its step"
-    rest = f"least: {least}, {duration(exposed[least])}"
-    return f"{most} is exposed longest, {duration(exposed[most])} a step; {rest}"
+        return f"{most}: {longest} of communication is exposed, {share} of its step"
+    shortest = duration(exposed[least])
+    return f"{most} is exposed longest, {longest} a step; least: {least}, {shortest}"
 
 
 def _alt(splits: Splits, columns: Mapping[str, str], of: str, whole: str) -> str:
     runs = []
     for name, split in splits.items():
-        inside = ", ".join(f"{part} {duration(getattr(split, column))}" for part, column in columns.items())
-        runs.append(f"{name} {inside} of {duration(getattr(split, whole))}")
+        parts = []
+        for part, column in columns.items():
+            length = duration(getattr(split, column))
+            parts.append(f"{part} {length}")
+        total = duration(getattr(split, whole))
+        runs.append(f"{name} {', '.join(parts)} of {total}")
     return f"Stacked bars of {of}: {'; '.join(runs)}."
 
 
@@ -209,23 +233,30 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     """
     rank, steps, every_cell = profile.worst_cells(record)
     nameless = profile.unnamed(record)
-    cells: Cells = {(cell.unit or nameless, cell.phase, cell.kind): cell for cell in every_cell}
-    exposed = {key: cell.exposed_ns for key, cell in cells.items()}
+    cells: Cells = {}
+    exposed = {}
+    for cell in every_cell:
+        key = (cell.unit or nameless, cell.phase, cell.kind)
+        cells[key] = cell
+        exposed[key] = cell.exposed_ns
     units, few = profile.foremost_units(record, exposed)
     row_height = max(14, min(38, 1300 // len(units)))  # pixels
-    figure = _map_of_cells(cells, units, "<br>" if row_height > _TWO_LINES else " · ")
+    between = "<br>" if row_height > _TWO_LINES else " · "
+    figure = _map_of_cells(cells, units, between)
     figure.update_xaxes(side="top")
     title, alt = _most_exposed(record, cells)
     mean = f"rank {rank}, the most exposed"
     if not view(record).simulated:
         mean += f", mean of {plural(steps, 'profiled step')}"
     where = profile.conditions(record, mean, profile.slower_words(record), few)
-    return titled(figure, title, where, alt, 46 + max(_LEAST, row_height * len(units)))
+    height_of_cells = max(_LEAST, row_height * len(units))
+    return titled(figure, title, where, alt, 46 + height_of_cells)
 
 
 def _map_of_cells(cells: Cells, units: list[str], between: str) -> go.Figure:
     """Draw the cells with their numbers and causes; `between` stands between the two."""
     columns = sorted({(phase, kind) for _, phase, kind in cells}, key=_place_of_column)
+    # each is a list of rows, a row a unit
     values: list[list[float | None]] = [[None] * len(columns) for _ in units]
     texts = [[""] * len(columns) for _ in units]
     hovers: list[list[str | None]] = [[None] * len(columns) for _ in units]
@@ -252,13 +283,15 @@ def _words(cell: ExposedCell, between: str) -> str:
         return "hidden"
     words = f"{three_digits(cell.exposed_ns / MS)} ms"
     if cell.shown_cause not in ("hidden", "unknown"):
-        words += between + cell.shown_cause.replace("_", " ")
+        cause = cell.shown_cause.replace("_", " ")
+        words += f"{between}{cause}"
     return words
 
 
 def _hover(cell: ExposedCell) -> str:
     """Return a cell's communication, its cause, and the parts of its exposed time that there are."""
-    words = f"{cell.communication_ns / MS:.3f} ms of communication, {cell.shown_cause.replace('_', ' ')}"
+    cause = cell.shown_cause.replace("_", " ")
+    words = f"{cell.communication_ns / MS:.3f} ms of communication, {cause}"
     parts = []
     for name, column in PART_COLUMN.items():
         milliseconds = getattr(cell, column) / MS
@@ -271,11 +304,15 @@ def _hover(cell: ExposedCell) -> str:
 
 def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
     """Return (title, alternative text): the cell with most exposed time, and its share."""
-    total = sum(cell.exposed_ns for cell in cells.values())
+    name = label(record)
+    exposed = {}
+    for key, cell in cells.items():
+        if cell.exposed_ns:
+            exposed[key] = cell.exposed_ns
+    total = sum(exposed.values())
     if not total:
         words = "Heat map of exposed communication: every cell is hidden."
-        return f"{label(record)}: all communication is hidden under compute", words
-    exposed = {key: cell.exposed_ns for key, cell in cells.items() if cell.exposed_ns}
+        return f"{name}: all communication is hidden under compute", words
     ranked = sorted(exposed, key=lambda key: -exposed[key])
     first = ranked[0]
     longest = duration(exposed[first])
@@ -283,15 +320,18 @@ def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
     alike = [key for key in ranked if duration(exposed[key]) == longest]
     share = percent(sum(exposed[key] for key in alike), total)
     if len(alike) > 1:
-        title = f"{label(record)}: {len(alike)} collectives expose {longest} each, {share} of the exposed time"
+        title = f"{name}: {len(alike)} collectives expose {longest} each, {share} of the exposed time"
     else:
         unit, phase, kind = first
         collective = kind
         if unit != NO_UNIT:
             collective += f" of {unit}"
-        title = f"{label(record)}: {collective} in {phase} exposes {longest}, {share} of the exposed time"
-    most = "; ".join(f"{' '.join(key)} {duration(exposed[key])}" for key in ranked[:5])
-    return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {most}."
+        title = f"{name}: {collective} in {phase} exposes {longest}, {share} of the exposed time"
+    most = []
+    for key in ranked[:5]:
+        words = " ".join(key)
+        most.append(f"{words} {duration(exposed[key])}")
+    return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {'; '.join(most)}."
 
 
 # ---- two runs compared unit by unit: communication, exposed time and unsharded memory
@@ -321,22 +361,27 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     for place, (name, change) in enumerate(changes.items()):
         figure.add_traces(_bars(change, units, place, name))
     for place, (name, change) in enumerate(changes.items()):
-        figure.update_layout({f"xaxis{place + 1}": _axis(place, len(changes), PANELS[name], change)})
+        axis = _axis(place, len(changes), PANELS[name], change)
+        figure.update_layout({f"xaxis{place + 1}": axis})
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05)
-    figure.update_yaxes(
-        autorange="reversed", type="category", showgrid=False, categoryorder="array", categoryarray=units
-    )
+    in_order = dict(categoryorder="array", categoryarray=units)
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **in_order)
     title, where, alt = _words_of_difference(a, b, changes, few)
-    return titled(figure, title, where, alt, 108 + max(18, min(58, 1200 // len(units))) * len(units))
+    row_height = max(18, min(58, 1200 // len(units)))  # pixels
+    return titled(figure, title, where, alt, 108 + row_height * len(units))
 
 
 def _changes(before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> dict[str, Amounts]:
     """Return what each panel shows, of the panels that both runs have: the later amounts minus the earlier."""
     changes: dict[str, Amounts] = {}
     for name in PANELS:
-        if before[name] and after[name]:
-            keys = {**before[name], **after[name]}
-            changes[name] = {key: after[name].get(key, 0.0) - before[name].get(key, 0.0) for key in keys}
+        earlier, later = before[name], after[name]
+        if not earlier or not later:
+            continue
+        change = {}
+        for key in {**earlier, **later}:
+            change[key] = later.get(key, 0.0) - earlier.get(key, 0.0)
+        changes[name] = change
     return changes
 
 
@@ -350,7 +395,8 @@ def _words_of_difference(a: RunRecord, b: RunRecord, changes: Mapping[str, Amoun
     else:
         first, second = before.label, after.label
         title, alt = _change(first, second, changes)
-    return title, f"{profile.conditions([a, b], few)}; bars: {second} minus {first}", alt
+    where = f"{profile.conditions([a, b], few)}; bars: {second} minus {first}"
+    return title, where, alt
 
 
 def amounts(record: RunRecord) -> Mapping[str, Amounts]:
@@ -365,7 +411,9 @@ def amounts(record: RunRecord) -> Mapping[str, Amounts]:
         key = (cell.unit or nameless, cell.phase)
         communication[key] += cell.communication_ns / MS
         exposed[key] += cell.exposed_ns / MS
-    unsharded = {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}
+    unsharded = {}
+    for key, nbytes in gathered_memory(record).items():
+        unsharded[key] = nbytes / MB
     return {"communication_ns": communication, "exposed_ns": exposed, "unsharded": unsharded}
 
 
@@ -376,18 +424,22 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's
     all-gathers, and the steps' length.
     """
-    gathers = where(profile.named_rows(record, "ledger"), kind="all_gather")
-    nbytes = {row["unit"]: row["logical_bytes"] for row in gathers}
-    lengths = {row["step"]: row["step_ns"] for row in where(record.table("breakdown"), rank=0)}
+    nbytes = {}  # of each unit
+    for row in where(profile.named_rows(record, "ledger"), kind="all_gather"):
+        nbytes[row["unit"]] = row["logical_bytes"]
+    lengths = {}  # of each step, in ns
+    for row in where(record.table("breakdown"), rank=0):
+        lengths[row["step"]] = row["step_ns"]
     life = profile.profiled(profile.named_rows(record, "life"), record)
     of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
     steps = len(distinct(of_first_rank, "step"))
-    held: dict[UnitPhase, float] = {}
-    for (step, unit), of_unit in grouped(of_first_rank, lambda row: (row["step"], row["unit"])).items():
+    held: dict[UnitPhase, float] = defaultdict(float)
+    by_unit = grouped(of_first_rank, lambda row: (row["step"], row["unit"]))
+    for (step, unit), of_unit in by_unit.items():
         for phase, kept_ns in _stays(of_unit):
-            share = kept_ns / lengths[step] / steps
-            held[unit, phase] = held.get((unit, phase), 0.0) + share * nbytes.get(unit, 0)
-    return held
+            share = kept_ns / lengths[step] / steps  # of all steps
+            held[unit, phase] += share * nbytes.get(unit, 0)
+    return dict(held)
 
 
 def _stays(of_unit: list[Row]) -> list[tuple[str, int]]:
@@ -416,6 +468,7 @@ def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.
         numbers = [""] * len(units)
         if len(units) <= _ROOM_FOR_NUMBERS:
             numbers = [_signed(length) for length in lengths]
+        hover = "%{y} in " + phase + ": %{x:+.3f} " + quantity + "<extra></extra>"
         bar = go.Bar(
             name=phase,
             legendgroup=phase,
@@ -430,7 +483,7 @@ def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.
             textposition="outside",
             textfont=dict(size=13),
             cliponaxis=False,
-            hovertemplate="%{y} in " + phase + ": %{x:+.3f} " + quantity + "<extra></extra>",
+            hovertemplate=hover,
         )
         bars.append(bar)
     return bars
@@ -440,7 +493,8 @@ def _signed(value: float) -> str:
     """Write a number with its sign: `_signed(-1.5) == "-1.50"`; what rounds to nothing is not written."""
     if abs(value) < 0.005:
         return ""
-    return f"{'+' if value > 0 else '-'}{three_digits(abs(value))}"
+    sign = "+" if value > 0 else "-"
+    return f"{sign}{three_digits(abs(value))}"
 
 
 def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, Any]:
@@ -475,16 +529,23 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
     exposed = changes["exposed_ns"]
     total = sum(exposed.values())
     if total > 0:
-        along, more = max(exposed, key=lambda key: exposed[key]), "more"
+        more = "more"
+        along = max(exposed, key=lambda key: exposed[key])
     else:
-        along, more = min(exposed, key=lambda key: exposed[key]), "less"
+        more = "less"
+        along = min(exposed, key=lambda key: exposed[key])
     unit, phase = along
     most = f"{unit} {phase} ({_signed(exposed[along])} ms)"
+    # less than half a hundredth of a millisecond rounds to nothing
     if abs(total) >= 0.005:
-        title = f"{second} is exposed {duration(abs(total) * MS)} a step {more} than {first}, most in {most}"
+        length = duration(abs(total) * MS)
+        title = f"{second} is exposed {length} a step {more} than {first}, most in {most}"
     else:
         title = f"{second} and {first} are exposed alike"
         if abs(exposed[along]) >= 0.005:
             title += f" in all, not in every unit: {most}"
-    sums = "; ".join(f"{PANELS[name]} {_signed(sum(values.values())) or '0'}" for name, values in changes.items())
-    return title, f"Bars of the difference by unit and phase. {title}. In all: {sums}."
+    sums = []
+    for name, values in changes.items():
+        in_all = _signed(sum(values.values())) or "0"
+        sums.append(f"{PANELS[name]} {in_all}")
+    return title, f"Bars of the difference by unit and phase. {title}. In all: {'; '.join(sums)}."

@@ -52,10 +52,11 @@ def linked_view(record: RunRecord, limit: int = MARKS) -> go.Figure:
     Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all.
     """
     step = _step_of(record)
-    figure, merged = _panels(step, _heights(step), limit)
+    heights = _heights(step)
+    figure, merged = _panels(step, heights, limit)
     title, alt = _finding(record, step.life, step.top)
-    _name_peak(figure, step.top, _domains(_heights(step)))
-    return _finished(figure, step, title, alt, merged, _heights(step))
+    _name_peak(figure, step.top, _domains(heights))
+    return _finished(figure, step, title, alt, merged, heights)
 
 
 def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
@@ -112,38 +113,52 @@ def _step_of(record: RunRecord) -> _Step:
 
 def _heights(step: _Step) -> list[int]:
     """Return the pixels of each panel, from the top down."""
+    timeline = round(22 * step.lanes.bottom)
+    memory = 160
     lives = len(step.life.keys)
-    height_of_lives = max(70, _LANE * lives) if lives <= _NAMED else 300
-    return [round(22 * step.lanes.bottom), 160, height_of_lives]
+    units = 300
+    if lives <= _NAMED:
+        units = max(70, _LANE * lives)
+    return [timeline, memory, units]
 
 
 def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str]:
     """Return (the panels on one clock, the subtitle's words on marks that were merged)."""
     domains = _domains(heights)
+    of_timeline, of_memory, of_units = domains[:3]  # below them there may be the map of slices
     timeline, merged = lane_bars(step.rows, step.lanes, step.end, limit)
-    figure = go.Figure([*timeline, *_memory_bands(step), *_life_bars(step.life, step.end, limit)])
+    memory = _memory_bands(step)
+    units = _life_bars(step.life, step.end, limit)
+    figure = go.Figure([*timeline, *memory, *units])
     clock = dict(range=[0, 1.005 * step.end], anchor="y3", title_text="time since the step began (ms)")
-    spike = dict(showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid")
-    memory_axis = dict(title_text="live memory (MB)", range=[0, 1.25 * total(step.top) / MB], nticks=5)
+    # a hover draws it through all panels
+    cursor = dict(
+        showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid", spikecolor=_CURSOR
+    )
+    peak_bytes = total(step.top)
+    memory_axis = dict(title_text="live memory (MB)", range=[0, 1.25 * peak_bytes / MB], nticks=5)
+    bottom, _ = of_units
     figure.update_layout(
-        xaxis=clock | spike | dict(spikecolor=_CURSOR),
-        yaxis=step.lanes.axis(heights[0]) | dict(domain=domains[0]),
-        yaxis2=dict(domain=domains[1]) | memory_axis,
-        yaxis3=_life_axis(step.life) | dict(domain=domains[2]),
+        xaxis=clock | cursor,
+        yaxis=step.lanes.axis(heights[0]) | dict(domain=of_timeline),
+        yaxis2=dict(domain=of_memory) | memory_axis,
+        yaxis3=_life_axis(step.life) | dict(domain=of_units),
         spikedistance=-1,
         barmode="overlay",
         hovermode="closest",
-        **phase_lines(phases(step.rows), step.end, domains[2][0]),
+        **phase_lines(phases(step.rows), step.end, bottom),
     )
-    figure.add_trace(peak(step.top["time_ns"] / MS, total(step.top) / MB, yaxis="y2"))
+    figure.add_trace(peak(step.top["time_ns"] / MS, peak_bytes / MB, yaxis="y2"))
     return figure, merged
 
 
 def _memory_bands(step: _Step) -> list[go.Scatter]:
     last = step.memory[-1]
     # memory keeps its last level to the end of the step
-    rows = [*step.memory, {**last, "time_ns": max(step.life.length, last["time_ns"])}]
-    return bands(rows, [round(row["time_ns"] / MS, 4) for row in rows], yaxis="y2")
+    end = {**last, "time_ns": max(step.life.length, last["time_ns"])}
+    rows = [*step.memory, end]
+    times = [round(row["time_ns"] / MS, 4) for row in rows]
+    return bands(rows, times, yaxis="y2")
 
 
 def _finished(figure: go.Figure, step: _Step, title: str, alt: str, merged: str, heights: list[int]) -> go.Figure:
@@ -158,8 +173,9 @@ def _domains(heights: list[int]) -> list[tuple[float, float]]:
     whole = sum(heights) + _GAP * (len(heights) - 1)
     domains, top = [], 0
     for height in heights:
-        domains.append((max(0.0, 1 - (top + height) / whole), 1 - top / whole))
-        top += height + _GAP
+        bottom = top + height  # both in pixels from the upper edge
+        domains.append((max(0.0, 1 - bottom / whole), 1 - top / whole))
+        top = bottom + _GAP
     return domains
 
 
@@ -171,8 +187,11 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
             f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
         )
     worst = max(rows, key=total)["rank"]
+    # the memory's clock may begin before or after that of `life`
     shift = record.summary.memory_start_ns.get(worst, life.begin) - life.begin
-    of_worst = [{**row, "time_ns": row["time_ns"] + shift} for row in where(rows, rank=worst)]
+    of_worst = []
+    for row in where(rows, rank=worst):
+        of_worst.append({**row, "time_ns": row["time_ns"] + shift})
     return sorted(of_worst, key=lambda row: row["time_ns"])
 
 
@@ -184,12 +203,15 @@ def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
     marks = []
     shared = _sharing(life)
     for place, (rank, unit) in enumerate(life.keys):
+        middle = place // shared + 0.5  # of its lane
         states = life.states[rank, unit]
-        ends = [since for since, _ in states[1:]] + [life.length]
+        ends = [since for since, _ in states[1:]]  # a state lasts until the next
+        ends.append(life.length)
         for (since, state), until in zip(states, ends):
-            if state != "sharded" and until > since:
-                words = f" · {hover_text(rank, unit, state)}"
-                marks.append(Mark(state, place // shared + 0.5, since / MS, until / MS, words))
+            if state == "sharded" or until <= since:
+                continue
+            words = f" · {hover_text(rank, unit, state)}"
+            marks.append(Mark(state, middle, since / MS, until / MS, words))
     drawn, _ = downsample(marks, limit)
     colours = {name: STATE_COLOURS[name] for name in _FILLINGS}
     return mark_lanes(drawn, colours, {}, end, yaxis="y3")
@@ -211,8 +233,10 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         if count <= _NAMED:
             words.append(short_unit(unit))
         if words:
-            texts[place // shared + 0.5] = "  ".join(words).strip()  # a unit may have an empty short name
-    axis = named_axis(texts, (count - 1) // shared + 1.1, -0.1)
+            middle = place // shared + 0.5  # of its lane
+            texts[middle] = "  ".join(words).strip()  # a unit may have an empty short name
+    lanes = (count - 1) // shared + 1
+    axis = named_axis(texts, lanes + 0.1, -0.1)
     return axis | dict(tickfont=dict(size=_LANE - 1))
 
 
@@ -229,12 +253,15 @@ def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tu
         xaxis2=across | dict(domain=[0, 1], anchor="y4"),
         yaxis4=down | dict(domain=domains[3], anchor="x2"),
     )
-    at, line = at_ns / MS, dict(color=_CURSOR, width=2.5)
-    figure.add_shape(type="line", name="cursor", x0=at, x1=at, y0=domains[2][0], y1=1, yref="paper", line=line)
+    at = at_ns / MS
+    under_timeline, _ = domains[0]
+    bottom, _ = domains[2]  # of the panels that share the clock
+    line = dict(color=_CURSOR, width=2.5)
+    figure.add_shape(type="line", name="cursor", x0=at, x1=at, y0=bottom, y1=1, yref="paper", line=line)
     figure.add_annotation(
         name="cursor",
         x=at,
-        y=domains[0][0],
+        y=under_timeline,
         yref="paper",
         text=f"<b>{at:.2f} ms</b>",
         showarrow=False,
@@ -247,22 +274,27 @@ def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tu
 
 def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) -> None:
     """Write the number of the peak, and draw a line from it down through the units' states."""
-    at, line = row["time_ns"] / MS, dict(color=ALARM, width=1.5, dash="dot")
-    words = dict(text=f"<b>peak {size(total(row))}</b>", showarrow=False, yshift=16, font=dict(color=ALARM, size=14))
-    figure.add_annotation(x=at, y=total(row) / MB, yref="y2", **words)
-    ends = dict(y0=domains[2][0], y1=domains[1][1], yref="paper")
-    figure.add_shape(type="line", name="peak", x0=at, x1=at, line=line, **ends)
+    at, nbytes = row["time_ns"] / MS, total(row)
+    text = f"<b>peak {size(nbytes)}</b>"
+    font = dict(color=ALARM, size=14)
+    figure.add_annotation(x=at, y=nbytes / MB, yref="y2", text=text, showarrow=False, yshift=16, font=font)
+    _, top = domains[1]  # of the memory
+    bottom, _ = domains[2]  # of the units' states
+    line = dict(color=ALARM, width=1.5, dash="dot")
+    figure.add_shape(type="line", name="peak", x0=at, x1=at, y0=bottom, y1=top, yref="paper", line=line)
 
 
 def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
     """Return (title, alternative text): the peak, and which units are unsharded then."""
     # an event of memory may lie just outside of the step's own clock
-    state = life.at(min(max(top["time_ns"], 0), life.length))
-    whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
-    peaks = f"rank {top['rank']} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
+    at_ns = min(max(top["time_ns"], 0), life.length)
+    state = life.at(at_ns)
+    rank = top["rank"]
+    whole = [unit for unit in life.units if state.get((rank, unit)) != "sharded"]
+    peaks = f"rank {rank} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
     title = f"{label(record)}: {peaks}, when {len(whole)} of {len(life.units)} units are unsharded"
-    words = f"Timeline, memory and units' states of one step on one clock. {title}: {', '.join(whole) or 'none'}."
-    return title, words
+    names = ", ".join(whole) or "none"
+    return title, f"Timeline, memory and units' states of one step on one clock. {title}: {names}."
 
 
 # ---- the map of slices: every rank keeps 1/n of every unit, and gets the rest while it computes with it
@@ -307,7 +339,8 @@ class UnitStates:
     @property
     def shown(self) -> list[int]:
         """The ranks that fit on a map: all, or the first of them where units times ranks are very many."""
-        return self.ranks[: max(1, _MOST_CELLS // len(self.units))]
+        fitting = _MOST_CELLS // len(self.units)
+        return self.ranks[: max(1, fitting)]
 
     def at(self, at_ns: float) -> dict[tuple[int, str], str]:
         """Return every unit's state on every rank at an instant; ValueError for one outside of the step."""
@@ -351,11 +384,16 @@ def _states(rows: list[Row], ranks: list[int], units: list[str], begin: int) -> 
     for rank in ranks:
         for unit in units:
             states[rank, unit] = [(0, "sharded")]
-    for key, of_unit in grouped(rows, lambda row: (row["rank"], row["unit"])).items():
+    by_unit = grouped(rows, lambda row: (row["rank"], row["unit"]))
+    for key, of_unit in by_unit.items():
         of_unit.sort(key=lambda row: row["time_ns"])
-        first = "unsharded" if of_unit[0]["state"] == "sharded" else "sharded"  # a unit that is resharded was whole
-        changes = [(max(0, row["time_ns"] - begin), row["state"]) for row in of_unit]
-        states[key] = [(0, first), *changes]
+        first = "sharded"
+        if of_unit[0]["state"] == "sharded":  # a unit that is resharded was whole
+            first = "unsharded"
+        states[key] = [(0, first)]
+        for row in of_unit:
+            since = max(0, row["time_ns"] - begin)
+            states[key].append((since, row["state"]))
     return states
 
 
@@ -375,7 +413,8 @@ def _lines_of_unit() -> dict[str, int]:
     """Return where each method of the engine's Unit begins, read from its source: importing it would import torch."""
     found = find_spec("fsdplab.engine.core.unit")
     assert found is not None and found.origin is not None, "the engine is a part of this package"
-    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    source = Path(found.origin).read_text(encoding="utf-8")
+    tree = ast.parse(source)
     (unit,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Unit"]
     return {node.name: node.lineno for node in unit.body if isinstance(node, ast.FunctionDef)}
 
@@ -409,46 +448,59 @@ def map_height(life: UnitStates, row: int = 56) -> int:
 
 def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
     """Draw every unit's cell on every rank, filled by its state, with the rank's own shard over it."""
-    state = life.at(at_ns)
-    left = {unit: column - _WIDTH / 2 for column, unit in enumerate(life.units)}
+    states = life.at(at_ns)
     share = _WIDTH / len(life.ranks)
-    wholes, shards, fillings = [], [], []
+    wholes, shards, fillings = [], [], []  # one of each a cell
     for row, rank in enumerate(life.shown):
-        for unit in life.units:
-            hover = hover_text(rank, unit, state[rank, unit])
-            wholes.append(Span(row, left[unit], _WIDTH, hover=hover))
-            shards.append(Span(row, left[unit] + share * row, share, hover=hover))
-            fillings.append(STATE_COLOURS[state[rank, unit]])
+        for column, unit in enumerate(life.units):
+            state = states[rank, unit]
+            hover = hover_text(rank, unit, state)
+            left = column - _WIDTH / 2
+            wholes.append(Span(row, left, _WIDTH, hover=hover))
+            shards.append(Span(row, left + share * row, share, hover=hover))
+            fillings.append(STATE_COLOURS[state])
     look: dict[str, Any] = dict(height=_HEIGHT, marker_line_color=_GREY, **place)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
-    # a bar outside of the plot gives each filling its place in the legend
-    legend = [lane(name, STATE_COLOURS[name], [Span(-9, 0, 0)], **look) for name in _FILLINGS]
+    whole.update(marker_color=fillings)
+    outside = Span(-9, 0, 0)  # a bar outside of the plot gives each filling its place in the legend
+    legend = [lane(name, STATE_COLOURS[name], [outside], **look) for name in _FILLINGS]
     own = lane("own shard", CATEGORY_COLOURS["sharded_parameters"], shards, **look)
-    return [whole.update(marker_color=fillings), *legend, own]
+    return [whole, *legend, own]
 
 
 def axes(life: UnitStates) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the axes of the cells' columns, and of their rows with the first rank on top."""
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
-    units = dict(list(enumerate(life.units))[::every])
+    units = {}
+    for column in range(0, len(life.units), every):
+        units[column] = life.units[column]
     ranks = {row: f"rank {rank}" for row, rank in enumerate(life.shown)}
     across = named_axis(units, -0.55, len(life.units) - 0.45) | dict(linecolor=GRID)
-    return across, named_axis(ranks, len(life.shown) - 0.45, -0.55)
+    down = named_axis(ranks, len(life.shown) - 0.45, -0.55)
+    return across, down
 
 
 def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str]:
     """Return (title, alternative text): which units are whole at the instant, on the first rank."""
-    state, rank = life.at(at_ns), life.ranks[0]
-    whole = [unit for unit in life.units if state[rank, unit] == "unsharded"]
-    coming = [unit for unit in life.units if state[rank, unit] == "unsharding"]
-    title = f"{label(record)}: {len(whole)} of {plural(len(life.units), 'unit')} whole on rank {rank}"
+    states = life.at(at_ns)
+    rank = life.ranks[0]
+    whole, coming = [], []
+    for unit in life.units:
+        state = states[rank, unit]
+        if state == "unsharded":
+            whole.append(unit)
+        elif state == "unsharding":
+            coming.append(unit)
+    units = plural(len(life.units), "unit")
+    title = f"{label(record)}: {len(whole)} of {units} whole on rank {rank}"
     if whole:
         title += f" ({_few(whole)})"
     if coming:
         their = "its" if len(coming) == 1 else "their"
         title += f", {_few(coming)} on {their} way"
-    words = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold"
-    return title, f"{words} 1/{len(life.ranks)} each."
+    share = f"1/{len(life.ranks)}"
+    alt = f"Map of ranks by units {at_ns / MS:.2f} ms into the step. {title}; the others hold {share} each."
+    return title, alt
 
 
 def _few(names: list[str]) -> str:

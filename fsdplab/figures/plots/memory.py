@@ -37,27 +37,42 @@ def memory_by_category(runs: Runs) -> go.Figure:
     near_cards, far_cards = _cards(shown)
     emulated = any(run.card_emulated for run in shown)
     levels = {card_words(card, emulated): card / MB for card in near_cards}
-    ends = {run.label: _end(run) for run in shown}
-    over = [run.label for run in shown if run.over_card]
-    figure = stacked_bars(ends, _parts([_split(run) for run in shown], shown), _AXIS, levels=levels, alarming=over)
+    ends, splits = {}, []
+    over = []  # their words are red
+    for run in shown:
+        ends[run.label] = _end(run)
+        splits.append(_split(run))
+        if run.over_card:
+            over.append(run.label)
+    parts = _parts(splits, shown)
+    figure = stacked_bars(ends, parts, _AXIS, levels=levels, alarming=over)
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
     if far_cards and _emulated(shown):
         where += f" and holds {size(far_cards[0])}, beyond this axis"
     left_out = missing(every_run, shown, "has no measured peak")
-    where = "; ".join(filter(None, [where, left_out]))
+    if left_out:
+        where += f"; {left_out}"
     return titled(figure, _finding(shown), where, _alt(shown), 86 + 43 * len(shown))
 
 
 def _cards(shown: Sequence[RunView]) -> tuple[list[int], list[int]]:
     """Return (the cards that the axis reaches, those that are far beyond it), the smallest first."""
     farthest = _FAR * max(known(run.peak) for run in shown)
-    cards = sorted({run.card for run in shown if run.card})
-    return [card for card in cards if card <= farthest], [card for card in cards if card > farthest]
+    cards = {run.card for run in shown if run.card}
+    near: list[int] = []
+    far: list[int] = []
+    for card in sorted(cards):
+        if card <= farthest:
+            near.append(card)
+        else:
+            far.append(card)
+    return near, far
 
 
 def _split(run: RunView) -> dict[str, int]:
     """Return the peak by category, and what of it has none."""
-    return {**run.split, UNSPLIT: max(0, known(run.peak) - sum(run.split.values()))}
+    without_category = known(run.peak) - sum(run.split.values())
+    return {**run.split, UNSPLIT: max(0, without_category)}
 
 
 def _end(run: RunView) -> str:
@@ -89,9 +104,12 @@ def _emulated(shown: Sequence[RunView]) -> str:
 
 
 def _alt(shown: Sequence[RunView]) -> str:
-    peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
-    alt = f"Bars of peak memory per rank: {peaks}."
-    cards = [run.card for run in shown if run.card]
+    peaks, cards = [], []
+    for run in shown:
+        peaks.append(f"{run.label} {size(run.peak)}{_mostly(run)}")
+        if run.card:
+            cards.append(run.card)
+    alt = f"Bars of peak memory per rank: {'; '.join(peaks)}."
     if cards:
         alt += f" The card holds {size(cards[0])}."
     return alt
@@ -116,7 +134,8 @@ def _finding(shown: list[RunView]) -> str:
         return "No run fits the card"
     low = min(shown, key=lambda run: known(run.peak))
     high = max(shown, key=lambda run: known(run.peak))
-    sharded = most_sharded(shown)  # what the page is about, also where another row needs a little less
+    # the most sharded run is what the page is about, also where another needs a little less
+    sharded = most_sharded(shown)
     if sharded is not None and sharded is not high:
         low = sharded
     peaks = f"{low.label} peaks at {size(low.peak)}"
@@ -146,16 +165,19 @@ def predicted_memory(runs: Runs) -> go.Figure:
     ends, splits, peaks = {}, [], []
     for run in shown:  # a run's two bars stand together
         ratio = known(run.predicted_peak) / known(run.peak)
-        ends[run.label] = f"<b>{size(run.peak)}</b>"
-        ends[f"{run.label}, predicted"] = f"{size(run.predicted_peak)}, {ratio:.2f} of it"
-        splits += [run.split, run.predicted_split]
-        peaks.append(f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}")
+        measured, predicted = size(run.peak), size(run.predicted_peak)
+        ends[run.label] = f"<b>{measured}</b>"
+        ends[f"{run.label}, predicted"] = f"{predicted}, {ratio:.2f} of it"
+        splits.append(run.split)
+        splits.append(run.predicted_split)
+        peaks.append(f"{run.label} {measured}, predicted {predicted}")
     figure = stacked_bars(ends, _parts(splits), _AXIS)
     figure.update_traces(marker_opacity=[1.0, PALE] * len(shown))
     figure.update_layout(bargap=0.18)
     where = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
     left_out = missing(every_run, shown, "lacks one of the two peaks")
-    where = "; ".join(filter(None, [where, left_out]))
+    if left_out:
+        where += f"; {left_out}"
     alt = f"Bars of measured and predicted peak memory: {'; '.join(peaks)}."
     return titled(figure, verdict(shown), where, alt, 80 + 76 * len(shown))
 
@@ -173,20 +195,25 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     times = [float(row["time_ns"]) / MS for row in rows]
     totals = [total(row) for row in rows]
     top = max(range(len(rows)), key=totals.__getitem__)
-    figure = go.Figure(bands(rows, times, category_titles([run.spec])))
-    figure.add_trace(peak(times[top], totals[top] / MB))
-    words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
-    figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
+    peak_ms, peak_bytes = times[top], totals[top]
+    titles = category_titles([run.spec])
+    figure = go.Figure(bands(rows, times, titles))
+    figure.add_trace(peak(peak_ms, peak_bytes / MB))
+    name = f"<b>peak {size(peak_bytes)}</b>"
+    red = dict(color=ALARM)
+    figure.add_annotation(x=peak_ms, y=peak_bytes / MB, text=name, showarrow=False, yshift=18, font=red)
     if run.card:
         name = card_words(run.card, run.card_emulated)
         font = dict(color=DARK_ALARM, size=14)
         mark_level(figure, run.card / MB, name, "y", bgcolor=_BEHIND_NAME, font=font)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
-    figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])
-    title = f"{run.label}: rank {rank} peaks at {size(totals[top])} after {times[top]:.0f} ms"
+    highest = max(peak_bytes, run.card or 0)
+    figure.update_yaxes(range=[0, 1.18 * highest / MB])  # with space for the words over it
+    title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {peak_ms:.0f} ms"
     where = f"{how_and_where([run])}, one step{_emulated([run])}"
-    return titled(figure, title, where, f"Stacked area of memory through one step. {title}.", 360)
+    alt = f"Stacked area of memory through one step. {title}."
+    return titled(figure, title, where, alt, 360)
 
 
 def _memory_of_rank(record: RunRecord, rank: int) -> list[Row]:

@@ -69,12 +69,16 @@ def pareto(runs: Runs) -> go.Figure:
     _mark_cards(figure, shown, ranges)
     # last, since the labels keep off the front and off the lines of cards
     _add_labels(figure, drawn, best, ranges)
-    return titled(figure, _finding(drawn, best[0]), _conditions(shown, drawn), _alt(drawn, best), _HEIGHT + 68)
+    title = _finding(drawn, best[0])
+    where = _conditions(shown, drawn)
+    return titled(figure, title, where, _alt(drawn, best), _HEIGHT + 68)
 
 
 def _spot(run: RunView) -> Point:
     """Return where a run lies on the axes: (peak in MB, step in ms)."""
-    return known(run.peak) / MB, known(run.step_median) * 1e3
+    megabytes = known(run.peak) / MB
+    milliseconds = known(run.step_median) * 1e3
+    return megabytes, milliseconds
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
@@ -83,10 +87,13 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
     Of (10 MB, 3 s), (20 MB, 2 s), (30 MB, 2 s) these are the first two.
     """
     best: list[RunView] = []
+    shortest = math.inf
     for run in sorted(runs, key=_spot):
         # they come by growing memory, so each must be faster than all before it
-        if not best or _spot(run)[1] < _spot(best[-1])[1]:
+        _, step = _spot(run)
+        if step < shortest:
             best.append(run)
+            shortest = step
     return best
 
 
@@ -95,7 +102,8 @@ def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
     longest = _longest_exposed(drawn)
     if not longest:
         return _SMALLEST + 8
-    return max(_SMALLEST, _LARGEST * math.sqrt((run.exposed_s or 0) / longest))
+    share = (run.exposed_s or 0) / longest
+    return max(_SMALLEST, _LARGEST * math.sqrt(share))
 
 
 def _longest_exposed(drawn: Sequence[RunView]) -> float:
@@ -121,18 +129,16 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     colour = strategy_colour(run.strategy, run.engine)
     x, y = _spot(run)
     if run.exposed_s is not None:
-        fill, edge = colour, dict(color=EDGE, width=1)
+        fill = colour
+        edge = dict(color=EDGE, width=1)
     else:
-        fill, edge = _HOLLOW, dict(color=colour, width=3)
+        fill = _HOLLOW
+        edge = dict(color=colour, width=3)
+    marker = dict(color=fill, opacity=0.85, symbol="circle", line=edge)
+    hover = f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>"
+    quartiles = whiskers([run], 1e-3)
     return points(
-        run.label,
-        colour,
-        [x],
-        [y],
-        diameter(run, drawn),
-        marker=dict(color=fill, opacity=0.85, symbol="circle", line=edge),
-        error_y=whiskers([run], 1e-3),
-        hovertemplate=f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>",
+        run.label, colour, [x], [y], diameter(run, drawn), marker=marker, error_y=quartiles, hovertemplate=hover
     )
 
 
@@ -172,7 +178,9 @@ def _add_labels(figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunV
 
 def _pixels(at: Point, ranges: Ranges) -> Point:
     """Return where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
-    return at[0] / ranges[0][1] * plot_width(), at[1] / ranges[1][1] * _HEIGHT
+    x, y = at
+    (_, right), (_, top) = ranges
+    return x / right * plot_width(), y / top * _HEIGHT
 
 
 def _lines(figure: go.Figure, ranges: Ranges) -> list[Box]:
@@ -180,11 +188,15 @@ def _lines(figure: go.Figure, ranges: Ranges) -> list[Box]:
     stairs = figure.data[0]
     corners: list[Point] = []
     for x, y, next_x in zip(stairs.x, stairs.y, stairs.x[1:]):
-        corners += [(x, y), (next_x, y)]
+        corners.append((x, y))
+        corners.append((next_x, y))  # it goes to the right, then down
     corners.append((stairs.x[-1], stairs.y[-1]))
-    boxes = [_box_of(start, end, ranges) for start, end in zip(corners, corners[1:])]
-    for shape in figure.layout.shapes:
-        boxes.append(_box_of((shape.x0, 0), (shape.x0, ranges[1][1]), ranges))
+    boxes = []
+    for start, end in zip(corners, corners[1:]):
+        boxes.append(_box_of(start, end, ranges))
+    _, top = ranges[1]
+    for card in figure.layout.shapes:
+        boxes.append(_box_of((card.x0, 0), (card.x0, top), ranges))
     return boxes
 
 
@@ -192,7 +204,9 @@ def _box_of(start: Point, end: Point, ranges: Ranges) -> Box:
     """Return the box around a line between two points, a pixel wider on each side."""
     start_x, start_y = _pixels(start, ranges)
     end_x, end_y = _pixels(end, ranges)
-    return Box(min(start_x, end_x) - 1, min(start_y, end_y) - 1, max(start_x, end_x) + 1, max(start_y, end_y) + 1)
+    left, right = sorted((start_x, end_x))
+    below, above = sorted((start_y, end_y))
+    return Box(left - 1, below - 1, right + 1, above + 1)
 
 
 def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = ()) -> list[Point]:
@@ -204,8 +218,9 @@ def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = ()) 
     for run, middle, radius in zip(drawn, middles, radii):
         half = words_width(_words(run), 14) / 2
         places = _places(middle, radius, half, taken, lines)
-        beside = _Place(0, (radius + half + 12, 0.0), taken[0])  # where the label fits nowhere
-        chosen = min(places, default=beside, key=lambda place: place.cost)
+        to_the_right = (radius + half + 12, 0.0)
+        fallback = _Place(0, to_the_right, taken[0])  # where the label fits nowhere
+        chosen = min(places, default=fallback, key=lambda place: place.cost)
         shifts.append(chosen.shift)
         taken.append(chosen.box)
     return shifts
@@ -222,13 +237,20 @@ def _places(middle: Point, radius: float, half: float, taken: Sequence[Box], lin
     for distance in range(12):
         lift = distance * _LINE
         above = radius + 14 + distance * _LINE
-        sides = ((beside, lift), (beside, -lift), (-beside, lift), (-beside, -lift), (0.0, above), (0.0, -above))
-        for across, up in sides:
+        to_the_right = ((beside, lift), (beside, -lift))
+        to_the_left = ((-beside, lift), (-beside, -lift))
+        over_and_under = ((0.0, above), (0.0, -above))
+        for across, up in (*to_the_right, *to_the_left, *over_and_under):
             box = _around((x + across, y + up), half, _LINE / 2)
-            if box.left >= 0 and box.right <= plot_width() and box.below >= 0 and box.above <= _HEIGHT:
-                cost = distance + 100 * _covered(box, taken) + 3 * _covered(box, lines)
-                places.append(_Place(cost, (across, up), box))
+            if not _is_on_plot(box):
+                continue
+            cost = distance + 100 * _covered(box, taken) + 3 * _covered(box, lines)
+            places.append(_Place(cost, (across, up), box))
     return places
+
+
+def _is_on_plot(box: Box) -> bool:
+    return box.left >= 0 and box.right <= plot_width() and box.below >= 0 and box.above <= _HEIGHT
 
 
 def _around(middle: Point, across: float, up: float) -> Box:
@@ -262,9 +284,11 @@ def _exposed(run: RunView) -> str:
 
 
 def _alt(drawn: Sequence[RunView], best: Sequence[RunView]) -> str:
-    told = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
+    words = []
+    for run in drawn:
+        words.append(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}")
     worth = ", ".join(run.label for run in best)
-    return f"Scatter of peak memory against step time: {told}. On the Pareto front: {worth}."
+    return f"Scatter of peak memory against step time: {'; '.join(words)}. On the Pareto front: {worth}."
 
 
 def _finding(drawn: list[RunView], small: RunView) -> str:
@@ -274,7 +298,8 @@ def _finding(drawn: list[RunView], small: RunView) -> str:
     least = f"{small.label} needs least memory, {size(small.peak)}"
     fastest = fastest_words(those_that_fit(drawn))
     if fastest.startswith(f"{small.label} is"):
-        return f"{least}, and {fastest.removeprefix(small.label).strip()}"
+        is_fastest = fastest.removeprefix(small.label).strip()
+        return f"{least}, and {is_fastest}"
     return f"{least}; {fastest}"
 
 
@@ -290,4 +315,5 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
         area = "exposed time not measured (--profile 2)"
     spread = "whiskers: quartiles of the step time" if whiskers(drawn) else ""
     left_out = missing(shown, drawn, "lacks a measured peak or a timed step")
-    return "; ".join(filter(None, [where, area, spread, left_out]))
+    clauses = [where, area, spread, left_out]
+    return "; ".join(filter(None, clauses))

@@ -28,19 +28,29 @@ def page_of(figure: go.Figure) -> str:
 
 def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> go.Figure:
     """Draw peak memory by category as stacked bars, a bar a value, under the line of the card."""
-    labels = [f"{value:,}" if isinstance(value, int) else value for value in values]
+    labels = [_label(value) for value in values]
     figure = go.Figure()
     for category, row in CATEGORY_ROWS.items():
         peaks = [plan.memory.peak.by_category[category] / GB for plan in plans]
-        figure.add_trace(go.Bar(name=row.title, x=labels, y=peaks, marker=dict(color=CATEGORY_COLOURS[category])))
+        marker = dict(color=CATEGORY_COLOURS[category])
+        figure.add_trace(go.Bar(name=row.title, x=labels, y=peaks, marker=marker))
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
     card = plans[0].spec.gpu.memory_bytes
-    if all(plan.spec.gpu.memory_bytes == card for plan in plans):
+    has_one_card = all(plan.spec.gpu.memory_bytes == card for plan in plans)
+    if has_one_card:
         mark_level(figure, card / GB, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
     title, subtitle = _sweep_words(name, labels, plans)
-    return titled(figure, title, subtitle, f"Stacked bars of peak memory by category. {title}. {subtitle}")
+    alt = f"Stacked bars of peak memory by category. {title}. {subtitle}"
+    return titled(figure, title, subtitle, alt)
+
+
+def _label(value: Value) -> str:
+    """Write a value as the axis shows it: a number with commas, a name as it is."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value
 
 
 def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tuple[str, str]:
@@ -50,10 +60,14 @@ def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tup
     for label, plan in zip(labels, plans):
         if plan.fits:
             fitting.append(label)
-        speeds.append(f"{label}: {three_digits(plan.tokens_per_s_per_gpu or 0)}")
-    # where models are compared, no single one has a place in the title
-    what = f"On {spec.gpus} {spec.gpu.name} it" if name == "model" else spec.model.name
-    title = f"{what} fits with {name.replace('_', ' ')} {', '.join(fitting) or 'of none of these'}"
+        speed = three_digits(plan.tokens_per_s_per_gpu or 0)
+        speeds.append(f"{label}: {speed}")
+    what = spec.model.name
+    if name == "model":  # where models are compared, no single one has a place in the title
+        what = f"On {spec.gpus} {spec.gpu.name} it"
+    setting = name.replace("_", " ")
+    which = ", ".join(fitting) or "of none of these"
+    title = f"{what} fits with {setting} {which}"
     card = size(spec.gpu.memory_bytes)
     return title, f"Predicted; {spec.strategy}, card {card}; tokens/s a GPU: {', '.join(speeds)}"
 
@@ -104,7 +118,10 @@ def overlap_roofline(
         )
     records = listed(measured)
     overlaps = {name: overlap_of(spec) for name, spec in plans.items()}
-    runs = list(zip(views(records), map(overlap_point, records))) if records else []
+    runs = []
+    if records:
+        for view, record in zip(views(records), records):
+            runs.append((view, overlap_point(record)))
     clip = _clip(overlaps, [point for _, point in runs])
     figure = go.Figure()
     for roof in _roofs(overlaps):
@@ -121,11 +138,17 @@ def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> 
     """Return the tokens from a tenth of the first crossover or run to ten times the last."""
     tokens: list[float] = []
     for overlap in overlaps.values():
-        tokens += [overlap.crossover(phase) for phase in PHASES if overlap.crossover(phase)]
+        for phase in PHASES:
+            crossover = overlap.crossover(phase)
+            if crossover:
+                tokens.append(crossover)
     if not tokens:  # no plan sends anything
-        tokens += [overlap.tokens for overlap in overlaps.values()]
-    tokens += [point.tokens for point in measured]
-    return _Clip(max(1.0, min(tokens) / 10), 10 * max(tokens))
+        for overlap in overlaps.values():
+            tokens.append(overlap.tokens)
+    for point in measured:
+        tokens.append(point.tokens)
+    low = max(1.0, min(tokens) / 10)
+    return _Clip(low, 10 * max(tokens))
 
 
 def _roofs(overlaps: Mapping[str, Overlap]) -> Iterator[_Roof]:
@@ -145,10 +168,13 @@ def _roof_traces(roof: _Roof, clip: _Clip) -> list[go.Scatter]:
     """Draw the line of a phase, and a diamond where it crosses 1."""
     tokens = three_digits(roof.crossover)
     name = f"{roof.label}: hidden from {tokens} tokens on"
-    falling = _falling(name, roof.colour, roof.overlap.ratio(roof.phase, clip.low), clip)
+    at_low = roof.overlap.ratio(roof.phase, clip.low)
+    falling = _falling(name, roof.colour, at_low, clip)
     hover = f"{tokens} tokens<extra></extra>"
+    # without a name, as the line has the legend's entry
     crossover = points("", roof.colour, [roof.crossover], [1.0], hovertemplate=hover, showlegend=False)
-    return [falling, crossover.update(marker_symbol="diamond")]
+    crossover.update(marker_symbol="diamond")
+    return [falling, crossover]
 
 
 def _falling(name: str, colour: str, at_low: float, clip: _Clip, dash: str = "solid") -> go.Scatter:
@@ -160,19 +186,22 @@ def _falling(name: str, colour: str, at_low: float, clip: _Clip, dash: str = "so
 def _of_a_run(view: RunView, point: OverlapPoint, clip: _Clip) -> list[go.Scatter]:
     """Draw the run's own point, and the line through what its link's formula predicts at its tokens."""
     hover = f"{view.label}<br>{point.tokens:,} tokens, {point.measured:.3f}<extra></extra>"
-    name = f"{view.label}, {'simulated' if view.simulated else 'measured'}"
+    how = "simulated" if view.simulated else "measured"
+    name = f"{view.label}, {how}"
     measured = points(name, ALARM, [point.tokens], [point.measured], hovertemplate=hover)
     if not point.predicted:
         return [measured]
     at_low = point.predicted * point.tokens / clip.low
-    return [_falling(f"{view.label}: {point.source}", ALARM, at_low, clip, "dot"), measured]
+    predicted = _falling(f"{view.label}: {point.source}", ALARM, at_low, clip, "dot")
+    return [predicted, measured]
 
 
 def _axes(figure: go.Figure, clip: _Clip) -> None:
     """Set both axes in powers of ten; what is below the line of 1 is hidden."""
+    decades = dict(type="log", dtick=1)  # a tick at each power of ten
     across = [math.log10(clip.low), math.log10(clip.high)]
-    figure.update_xaxes(type="log", dtick=1, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
-    figure.update_yaxes(type="log", dtick=1, title_text="communication / compute of a block")
+    figure.update_xaxes(decades, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
+    figure.update_yaxes(decades, title_text="communication / compute of a block")
     figure.add_hline(1.0, line=dict(color=GRID, width=3))
     for text, anchor in (("exposed", "bottom"), ("hidden", "top")):
         figure.add_annotation(
@@ -191,13 +220,16 @@ def _finding(plans: Mapping[str, PlanSpec], overlaps: Mapping[str, Overlap]) -> 
     """Return the title: from how many tokens on communication hides, of several plans the first and the last."""
     if len(plans) == 1:
         ((name, spec),) = plans.items()
-        where = name or f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
+        where = name
+        if not name:
+            where = f"{spec.model.name} on {spec.gpus} {spec.gpu.name}"
         tokens = overlaps[name].crossover_tokens
         if not tokens:
             return f"{where} sends nothing"
         return f"{where}: hidden from {three_digits(tokens)} tokens a rank on"
     by_tokens = sorted(overlaps, key=lambda name: overlaps[name].crossover_tokens)
-    first, last = _with_tokens(by_tokens[0], overlaps), _with_tokens(by_tokens[-1], overlaps)
+    first = _with_tokens(by_tokens[0], overlaps)
+    last = _with_tokens(by_tokens[-1], overlaps)
     return f"Communication hides soonest on {first}, and last on {last}"
 
 

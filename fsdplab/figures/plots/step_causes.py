@@ -63,17 +63,24 @@ def _bars(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> 
     if fault is None:
         parts = [Part(cause.name, cause.colour, [cause.length]) for cause in causes]
     else:
-        ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({percent(fault.seconds / facts.step_s)} of a step)"
+        share = percent(fault.seconds / facts.step_s)
+        ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({share} of a step)"
         cost_ms = min(1e3 * facts.step_s, 1e3 * fault.seconds)
+        # the lengths in the step's bar and in that of the fault
         parts = [Part(cause.name, cause.colour, [cause.length, 0.0]) for cause in causes]
         parts.append(Part(_FAULT, ALARM, [0.0, cost_ms]))
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.3f} ms", lambda ms: duration(ms * MS))
     # hatched, as its red is near that of exposed communication
-    return figure.update_traces(marker_pattern=dict(shape="/", size=7, solidity=0.25), selector=dict(name=_FAULT))
+    hatch = dict(shape="/", size=7, solidity=0.25)
+    return figure.update_traces(marker_pattern=hatch, selector=dict(name=_FAULT))
 
 
 def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> str:
-    words = ", ".join(f"{cause.name} {duration(cause.length * MS)}" for cause in causes)
+    parts = []
+    for cause in causes:
+        length = duration(cause.length * MS)
+        parts.append(f"{cause.name} {length}")
+    words = ", ".join(parts)
     if fault is not None:
         words += f"; {_named(fault)} costs {seconds(fault.seconds)}"
     return f"A bar of one step of {seconds(facts.step_s)}: {words}."
@@ -82,7 +89,9 @@ def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> s
 def _marked(listed: list[Finding], facts: StepFacts) -> Finding | None:
     """Return what the diagnosis names if it costs a part of the step; what fills memory has no place on its axis."""
     named = named_finding(facts, listed)
-    if named is None or named.seconds < _ALIKE * facts.step_s or named.of not in ("exposed", "step"):
+    if named is None or named.of not in ("exposed", "step"):
+        return None
+    if named.seconds < _ALIKE * facts.step_s:
         return None
     return named
 
@@ -103,10 +112,12 @@ def _causes(facts: StepFacts) -> list[_Cause]:
 
     The profiler makes all of a step longer but for loading, which is as long as in the timed steps.
     """
-    worst, loaded_ms = facts.worst, _loaded_ms(facts)
+    worst = facts.worst
     loading, idle = _idle(facts)
+    loaded_ms = _loaded_ms(facts)
     # what is left of the step beside loading, over its length in the profiled step
-    scale = (1e3 * facts.step_s - loaded_ms) / (worst.step_ns - loading.length)
+    rest_ms = 1e3 * facts.step_s - loaded_ms
+    scale = rest_ms / (worst.step_ns - loading.length)
     causes = [
         _Cause("computing alone", STEP_COLOURS["compute only"], worst.compute_only_ns),
         _Cause("communication hidden under computing", STEP_COLOURS["overlapped"], worst.overlapped_ns),
@@ -127,7 +138,8 @@ def _loaded_ms(facts: StepFacts) -> float:
     loading, _ = _idle(facts)
     counted = facts.activities.get("loading")
     if not loading.length or counted is None:
-        return loading.length / MS * min(1.0, facts.step_s * 1e9 / facts.worst.step_ns)
+        shrunk = min(1.0, facts.step_s * 1e9 / facts.worst.step_ns)  # a profiled step may be the longer one
+        return loading.length / MS * shrunk
     return min(1e3 * counted.seconds, 0.99e3 * facts.step_s)
 
 
@@ -138,7 +150,8 @@ def _exposed(facts: StepFacts) -> list[_Cause]:
         return [_Cause("exposed communication", STEP_COLOURS["exposed"], worst.exposed_ns)]
     causes = []
     for (name, colour), column in zip(EXPOSED_COLOURS.items(), PARTS_OF_EXPOSED):
-        causes.append(_Cause(f"exposed: {name}", colour, getattr(worst, column) or 0.0))
+        length = getattr(worst, column) or 0.0
+        causes.append(_Cause(f"exposed: {name}", colour, length))
     return causes
 
 
@@ -146,13 +159,17 @@ def _idle(facts: StepFacts) -> tuple[_Cause, list[_Cause]]:
     """Return (waiting for data, the other time with neither computing nor communication by cause, the largest first),
     in ns.
     """
-    scale = facts.worst.other_ns / facts.other_s if facts.other_s else 0.0
+    other_ns = facts.worst.other_ns
+    if not facts.idle_s:
+        neither = _Cause("neither", STEP_COLOURS["other"], other_ns)
+        return _Cause(_LOADING, LOADING_COLOUR, 0), [neither]
+    scale = other_ns / facts.other_s if facts.other_s else 0.0
     by_column = {column: cause_s * scale for column, cause_s in facts.idle_s.items()}
-    if not by_column:
-        return _Cause(_LOADING, LOADING_COLOUR, 0), [_Cause("neither", STEP_COLOURS["other"], facts.worst.other_ns)]
-    loading = _Cause(_LOADING, LOADING_COLOUR, by_column.pop(_LOADING_COLUMN, 0.0))
+    loaded = by_column.pop(_LOADING_COLUMN, 0.0)
+    loading = _Cause(_LOADING, LOADING_COLOUR, loaded)
     ordered = sorted(by_column, key=lambda column: -by_column[column])
     others = []
     for column, colour in zip(ordered, IDLE_COLOURS * 2):
-        others.append(_Cause(f"idle: {WORDS.get(column, column)}", colour, by_column[column]))
+        words = WORDS.get(column, column)
+        others.append(_Cause(f"idle: {words}", colour, by_column[column]))
     return loading, others

@@ -30,7 +30,8 @@ def step_time(runs: Runs) -> go.Figure:
     figure = _median_bars(shown)
     figure.add_trace(_fastest_ticks(timed))
     figure.update_layout(showlegend=False)
-    title = step_words([run for run in timed if run.engine != "twin"] or timed)
+    compared = [run for run in timed if run.engine != "twin"]  # which only replays what the others do
+    title = step_words(compared or timed)
     marks = "bar: median, tick: fastest"
     if whiskers(shown):
         marks += ", whiskers: quartiles"
@@ -39,37 +40,36 @@ def step_time(runs: Runs) -> go.Figure:
         step = seconds(run.step_median) if run.step_median else _why_untimed(run)
         steps.append(f"{run.label} {step}")
     alt = f"Bars of the median step time: {'; '.join(steps)}."
-    return titled(figure, title, f"{_conditions(shown)}; {marks}", alt, 86 + 43 * len(shown))
+    where = f"{_conditions(shown)}; {marks}"
+    return titled(figure, title, where, alt, 86 + 43 * len(shown))
 
 
 def _median_bars(shown: Sequence[RunView]) -> go.Figure:
     ends, untimed = {}, []
+    medians, colours, reached, tokens_per_s = [], [], [], []  # one of each a bar
     for run in shown:
         if run.step_median:
             ends[run.label] = _measured_words(run)
         else:
             ends[run.label] = f"<b>{_why_untimed(run)}</b>"
             untimed.append(run.label)
-    medians = Part("median step", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
+        medians.append(run.step_median or 0)
+        colours.append(strategy_colour(run.strategy, run.engine))
+        reached.append(_reached_s(run))
+        tokens_per_s.append(run.summary.tokens_per_s)
+    bars = Part("median step", STRATEGY_COLOURS["no_shard"], medians)
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
-    reached = [_reached_s(run) for run in shown]
-    figure = stacked_bars(ends, [medians], "seconds per step", hover, alarming=untimed, marked=reached)
+    figure = stacked_bars(ends, [bars], "seconds per step", hover, alarming=untimed, marked=reached)
     figure.data[-1].error_x = whiskers(shown)
-    colours = [strategy_colour(run.strategy, run.engine) for run in shown]
-    return figure.update_traces(customdata=[run.summary.tokens_per_s for run in shown], marker_color=colours)
+    return figure.update_traces(customdata=tokens_per_s, marker_color=colours)
 
 
 def _fastest_ticks(timed: Sequence[RunView]) -> go.Scatter:
     fastest = [run.summary.step_time_s.min or run.step_median or 0 for run in timed]
-    return points(
-        "fastest step",
-        DARK_INK,
-        fastest,
-        [run.label for run in timed],
-        26,
-        marker=dict(symbol="line-ns", line=dict(color=DARK_INK, width=3)),
-        hovertemplate="%{y}<br>fastest %{x:.3f} s<extra></extra>",
-    )
+    labels = [run.label for run in timed]
+    upright = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
+    hover = "%{y}<br>fastest %{x:.3f} s<extra></extra>"
+    return points("fastest step", DARK_INK, fastest, labels, 26, marker=upright, hovertemplate=hover)
 
 
 def _why_untimed(run: RunView) -> str:
@@ -129,22 +129,29 @@ def steady_steps(runs: Runs) -> go.Figure:
     if not simulated:
         return step_time(runs)
     timed = [run for run in shown if run.step_median and not run.summary.short_of_cores]
-    ends = {run.label: _steady_end(run) for run in shown}
-    over = [run.label for run in shown if run.over_card]
-    reached = [_reached_s(run) * 1e3 if run in timed else 0.0 for run in shown]
-    figure = stacked_bars(ends, _steady_parts(shown), "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reached)
+    ends, over, reached = {}, [], []
+    for run in shown:
+        ends[run.label] = _steady_end(run)
+        if run.over_card:
+            over.append(run.label)
+        # how far the diamond over its bar reaches
+        reached.append(_reached_s(run) * 1e3 if run in timed else 0.0)
+    parts = _steady_parts(shown)
+    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reached)
     if timed:
         figure.add_trace(_measured(timed))
     some_left_out = any(run.summary.short_of_cores for run in shown)
     where = _steady_conditions(simulated, timed, some_left_out)
-    return titled(figure, _steady_words(simulated), where, _steady_alt(simulated, timed), 86 + 43 * len(shown))
+    alt = _steady_alt(simulated, timed)
+    return titled(figure, _steady_words(simulated), where, alt, 86 + 43 * len(shown))
 
 
 def _steady_parts(shown: Sequence[RunView]) -> list[Part]:
     splits = [_split(run) for run in shown]
     parts = []
     for place, (name, colour) in enumerate(_CLOCK):
-        parts.append(Part(name, colour, [split[place] for split in splits]))
+        milliseconds = [split[place] for split in splits]
+        parts.append(Part(name, colour, milliseconds))
     return parts
 
 
@@ -155,7 +162,8 @@ def _split(run: RunView) -> tuple[float, float, float]:
     overlap = run.steady.overlap or 0.0
     # the overlap is the hidden part of all communication, of which the exposed part is known
     hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
-    return 1e3 * max(0.0, step - exposed - hidden), 1e3 * hidden, 1e3 * exposed
+    computing = max(0.0, step - exposed - hidden)
+    return 1e3 * computing, 1e3 * hidden, 1e3 * exposed
 
 
 def _measured(timed: list[RunView]) -> go.Scatter:
@@ -200,22 +208,28 @@ def _steady_conditions(simulated: list[RunView], timed: list[RunView], some_left
 
 
 def _steady_alt(simulated: list[RunView], timed: list[RunView]) -> str:
-    words = [f"{run.label} {seconds(run.steady.step_time_s)}, {_hidden(run)}" for run in simulated]
-    words += [f"{run.label} measured {seconds(run.step_median)}" for run in timed]
+    words = []
+    for run in simulated:
+        words.append(f"{run.label} {seconds(run.steady.step_time_s)}, {_hidden(run)}")
+    for run in timed:
+        words.append(f"{run.label} measured {seconds(run.step_median)}")
     return f"Bars of the step on the steady card, and diamonds of the measured one: {'; '.join(words)}."
 
 
 def _steady_words(simulated: list[RunView]) -> str:
     """Return the title: the fully sharded run's step on the steady card, and whose is least; else least and longest."""
-    least = min(known(run.steady.step_time_s) for run in simulated)
-    best = [run for run in simulated if known(run.steady.step_time_s) <= _ROUNDING * least]
+    steps = [known(run.steady.step_time_s) for run in simulated]
+    least = min(steps)
+    best = [run for run, step in zip(simulated, steps) if step <= _ROUNDING * least]
+    names = listed(best)
     if len(best) == len(simulated):
-        return f"{listed(best)}: {seconds(least)} a step"
+        return f"{names}: {seconds(least)} a step"
     sharded = most_sharded(simulated)
     if sharded is not None and sharded not in best:
         step = known(sharded.steady.step_time_s)
-        return f"{sharded.label} takes {seconds(step)} a step, {step / least:.2f} times as long as {listed(best)}"
+        ratio = step / least
+        return f"{sharded.label} takes {seconds(step)} a step, {ratio:.2f} times as long as {names}"
     slowest = max(simulated, key=lambda run: known(run.steady.step_time_s))
-    ratio = known(slowest.steady.step_time_s) / least
+    ratio = max(steps) / least
     take = "takes" if len(best) == 1 else "take"
-    return f"{listed(best)} {take} least, {seconds(least)} a step; {slowest.label} takes {ratio:.2f} times that"
+    return f"{names} {take} least, {seconds(least)} a step; {slowest.label} takes {ratio:.2f} times that"

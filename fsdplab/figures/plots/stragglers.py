@@ -39,16 +39,23 @@ def straggler_map(record: RunRecord) -> go.Figure:
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
     issued = arrivals_of(record, profile.distinct(rows, "step"))
     columns = _columns(issued, profile.unnamed(record))
-    ranks = sorted({rank for times in issued.values() for rank in times})
+    every_rank: set[int] = set()
+    for times in issued.values():
+        every_rank.update(times)
+    ranks = sorted(every_rank)
     if len(ranks) < 2 or not columns:
         raise ValueError(f"{label(record)} has no collective of two ranks to compare; {_remedy(record)}")
-    late = _late(columns, issued, ranks)
+    late: Late = {}
+    for rank in ranks:
+        late[rank] = [_lateness(keys, issued, rank) for keys in columns.values()]
     means, highest = _means_and_highest(late)
     shared = -(-len(columns) * len(ranks) // _MOST_CELLS)  # collectives that share a column
     figure = _cells(columns, late, shared, _strongest(record, highest))
     title = _finding(record, highest)
-    mean_words = ", ".join(f"rank {rank} {duration(mean * MS)}" for rank, mean in means.items())
-    alt = f"Heat map of lateness. {title}. Mean lateness: {mean_words}."
+    mean_words = []
+    for rank, mean in means.items():
+        mean_words.append(f"rank {rank} {duration(mean * MS)}")
+    alt = f"Heat map of lateness. {title}. Mean lateness: {', '.join(mean_words)}."
     how = f"{shared} collectives a column" if shared > 1 else ""
     where = profile.conditions(record, "cells: ms after the first rank", how)
     row_height = max(16, min(46, 900 // len(ranks)))
@@ -65,15 +72,19 @@ def _cells(columns: Columns, late: Late, shared: int, strongest: float) -> go.Fi
     """Draw the map; numbers stand in its cells where they fit, else a scale of colours beside it."""
     drawn = [_latest(values, shared) for values in late.values()]
     names = list(columns)[::shared]
-    if len(columns) <= _ROOM_FOR_NUMBERS:
-        texts = [[_words(value) for value in values] for values in drawn]
-        scale_title = ""
-    else:
-        texts = [[""] * len(values) for values in drawn]
-        scale_title = "later than the<br>first rank (ms)"
+    ranks = [f"rank {rank}" for rank in late]
+    has_numbers = len(columns) <= _ROOM_FOR_NUMBERS
+    texts = []  # a row a rank
+    for values in drawn:
+        if has_numbers:
+            texts.append([_words(value) for value in values])
+        else:
+            texts.append([""] * len(values))
+    scale_title = "" if has_numbers else "later than the<br>first rank (ms)"
     hover = "%{y}, %{x}<br>%{z:.3f} ms after the first rank"
-    figure = heat_map(names, [f"rank {rank}" for rank in late], drawn, texts, hover, scale_title, strongest)
-    figure.update_traces(colorbar=dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4))
+    figure = heat_map(names, ranks, drawn, texts, hover, scale_title, strongest)
+    scale = dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4)
+    figure.update_traces(colorbar=scale)
     return figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
 
 
@@ -91,7 +102,8 @@ def _columns(issued: Arrivals, nameless: str) -> Columns:
     """Return {column: its collective in each step}, in the order of the step."""
     columns: Columns = {}
     names = _short_names({key.unit for key in issued})
-    for key in sorted(issued, key=lambda key: (key.step, min(issued[key].values()))):
+    in_order = sorted(issued, key=lambda key: (key.step, min(issued[key].values())))
+    for key in in_order:
         words = [key.kind]
         if nameless != NO_UNIT:
             words.append(names[key.unit] or nameless)
@@ -126,17 +138,17 @@ def _short_names(units: set[str]) -> dict[str, str]:
     return cut if all_differ else shortened
 
 
-def _late(columns: Columns, issued: Arrivals, ranks: list[int]) -> Late:
-    late: Late = {}
-    for rank in ranks:
-        late[rank] = [_lateness(keys, issued, rank) for keys in columns.values()]
-    return late
-
-
 def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
     """Return the mean ms after the first rank; None for a collective of other ranks."""
-    late = [issued[key][rank] - min(issued[key].values()) for key in keys if rank in issued[key]]
-    return statistics.fmean(late) / MS if late else None
+    late = []
+    for key in keys:
+        times = issued[key]
+        if rank in times:
+            first = min(times.values())
+            late.append(times[rank] - first)
+    if not late:
+        return None
+    return statistics.fmean(late) / MS
 
 
 def _means_and_highest(late: Late) -> tuple[dict[int, float], float]:
@@ -153,7 +165,8 @@ def _latest(values: list[float | None], shared: int) -> list[float | None]:
     """Return the latest of each `shared` values: a column for several collectives."""
     latest: list[float | None] = []
     for place in range(0, len(values), shared):
-        known = [round(value, 4) for value in values[place : place + shared] if value is not None]
+        of_column = values[place : place + shared]
+        known = [round(value, 4) for value in of_column if value is not None]
         latest.append(max(known, default=None))
     return latest
 
@@ -172,18 +185,24 @@ def _words(value: float | None) -> str:
 def _finding(record: RunRecord, highest: float) -> str:
     """Return the title: which rank is late, by how much and how often; or that none is so again and again."""
     found = late_rank_of(record)
+    name = label(record)
     apart = f"ranks come within {duration(highest * MS)} of one another"
-    none_is_late = f"{label(record)}: no straggler, {apart}"
+    none_is_late = f"{name}: no straggler, {apart}"
     if found is None:
         few = too_few_steps(record)
-        return f"{label(record)}: {apart}; who is late, {few}" if few else none_is_late
+        if few:
+            return f"{name}: {apart}; who is late, {few}"
+        return none_is_late
     split = profile.breakdown_of(record)
     if split is not None:
         # others must wait for the late rank for long enough: who sends ahead may be late for free
-        lost = found.a_step_ns if split.waiting_ns is None else found.of_waiting(split.waiting_ns)
+        lost = found.a_step_ns
+        if split.waiting_ns is not None:
+            lost = found.of_waiting(split.waiting_ns)
         if lost < WORTH_SAYING * split.step_ns:
             return none_is_late
     last = f"last to {found.last} of {found.of} collectives"
     if found.phase:
         last += f" in {found.phase}"
-    return f"{label(record)}: rank {found.rank} straggles, {last}, {duration(found.by_ns)} after the others (median)"
+    by = duration(found.by_ns)
+    return f"{name}: rank {found.rank} straggles, {last}, {by} after the others (median)"

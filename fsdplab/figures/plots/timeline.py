@@ -76,10 +76,12 @@ class Lanes:
 def lanes_of(rows: list[Row]) -> Lanes:
     """Place the lanes of every rank of a step; a lane that no rank uses is left out."""
     used = distinct(rows, "lane")
-    heights = {lane: 1.0 for lane in SHOWN if lane in used}
-    if "exposed" in used:
-        heights["exposed"] = _EXPOSED_HEIGHT
-    middle, at = {}, 0.0
+    heights = {}
+    for lane in SHOWN:
+        if lane in used:
+            heights[lane] = _EXPOSED_HEIGHT if lane == "exposed" else 1.0
+    middle = {}
+    at = 0.0  # where the next lane begins
     for rank in sorted(_ranks(rows)):
         for lane, height in heights.items():
             middle[rank, lane] = at + height / 2
@@ -96,16 +98,20 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     """
     step, rows = profile.timeline_of(record, step)
     lanes = lanes_of(rows)
-    end = (max(distinct(rows, "end_ns")) - step_start(rows)) / MS
+    end_ns = max(distinct(rows, "end_ns"))
+    end = (end_ns - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
-    lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))
+    lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))  # pixels
     height = round(lane_height * lanes.bottom)
     clock = dict(title_text="time since the step began (ms)", range=[0, 1.005 * end])
-    layout = dict(barmode="overlay", xaxis=clock, yaxis=lanes.axis(height), **phase_lines(phases(rows), end))
+    above = phase_lines(phases(rows), end)
+    layout = dict(barmode="overlay", xaxis=clock, yaxis=lanes.axis(height), **above)
     figure = go.Figure(bars, layout)
     title, words = _finding(record, rows)
-    alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
-    where = profile.conditions(record, _which_step(record, step), profile.slower_words(record), merged)
+    ranks = plural(len(_ranks(rows)), "rank")
+    alt = f"Timeline of {ranks} through step {step}. {words}"
+    which, slower = _which_step(record, step), profile.slower_words(record)
+    where = profile.conditions(record, which, slower, merged)
     return titled(figure, title, where, alt, 62 + height)
 
 
@@ -153,27 +159,32 @@ def uncovered(rows: list[Row]) -> list[Row]:
     computing = {}
     of_ranks = grouped(where(rows, lane="compute"), lambda row: row["rank"])
     for rank, of_rank in of_ranks.items():
-        computing[rank] = union([(row["start_ns"], row["end_ns"]) for row in of_rank])
+        intervals = [(row["start_ns"], row["end_ns"]) for row in of_rank]
+        computing[rank] = union(intervals)
     cut = []
     for row in rows:
-        if row["lane"] != "exposed" or row["rank"] not in computing:
+        rank = row["rank"]
+        if row["lane"] != "exposed" or rank not in computing:
             cut.append(row)
             continue
-        meanwhile = within(computing[row["rank"]], row["start_ns"], row["end_ns"])
-        for start, end in subtract([(row["start_ns"], row["end_ns"])], meanwhile):
-            cut.append({**row, "start_ns": int(start), "end_ns": int(end)})
+        exposed = (row["start_ns"], row["end_ns"])
+        meanwhile = within(computing[rank], *exposed)
+        for start, end in subtract([exposed], meanwhile):
+            piece = {"start_ns": int(start), "end_ns": int(end)}
+            cut.append({**row, **piece})
     return cut
 
 
 def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """Return a row's bar, named by its unit; exposed time says in which collective."""
     lane, phase = row["lane"], row["phase"]
+    unit = row["unit"].replace(NO_UNIT, "")
     group, name, short = lane, row["name"], ""
     if lane == "compute":
         name = "compute"
         group = "compute in backward" if phase == "backward" else "compute in forward"
-    unit = row["unit"].replace(NO_UNIT, "")
-    name = " · ".join(filter(None, [unit, phase, name]))
+    words = [unit, phase, name]
+    name = " · ".join(filter(None, words))
     if lane == "exposed":
         name = f" · exposed: {name}"
         group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
@@ -183,9 +194,10 @@ def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
         short = profile.short_unit(unit)
     else:
         name = f" · {name}"  # a bar has no label where no unit has a name
+    middle = lanes.middle[row["rank"], lane]
     start = (row["start_ns"] - origin) / MS
     end = (row["end_ns"] - origin) / MS
-    return Mark(group, lanes.middle[row["rank"], lane], start, end, name, short)
+    return Mark(group, middle, start, end, name, short)
 
 
 # ---- the phases above the lanes
@@ -196,7 +208,8 @@ def phases(rows: list[Row]) -> list[Phase]:
 
     A hook's few microseconds of another phase in the middle of one are no change of phase.
     """
-    first, origin = min(_ranks(rows)), step_start(rows)
+    first = min(_ranks(rows))
+    origin = step_start(rows)
     computed = [row for row in where(rows, rank=first, lane="compute") if row["phase"]]
     computed.sort(key=lambda row: row["start_ns"])
     whole = _length_of(computed)
@@ -205,9 +218,12 @@ def phases(rows: list[Row]) -> list[Phase]:
         stretch_rows = list(stretch)
         is_hook = _length_of(stretch_rows) < _BRIEF * whole
         goes_on = bool(found) and found[-1][1] == name
-        if not is_hook and not goes_on:
-            begin = (stretch_rows[0]["start_ns"] - origin) / MS if found else 0.0
-            found.append((begin, name))
+        if is_hook or goes_on:
+            continue
+        begin = 0.0
+        if found:
+            begin = (stretch_rows[0]["start_ns"] - origin) / MS
+        found.append((begin, name))
     return found
 
 
@@ -223,27 +239,31 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
     """
     taken: list[tuple[float, float]] = []  # pixels from the left edge that names fill
     lines, names = [], []
+    look = dict(type="line", line=dict(color=GRID, width=2), yref="paper", layer="below")
+    above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
     for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
-        line = dict(type="line", line=dict(color=GRID, width=2), x0=begin, x1=begin, y0=bottom, y1=1)
-        lines.append(line | dict(yref="paper", layer="below"))
+        lines.append(dict(x0=begin, x1=begin, y0=bottom, y1=1, **look))
         width = words_width(f"{name} → ", 14)
         left = begin / end * plot_width()
         side = dict(xanchor="left", xshift=2)
         if begin > 0.9 * end:  # beside the right edge the name stands before the line
             left -= width - 22
             side = dict(xanchor="right", xshift=22)
-        if any(left < last and first < left + width for first, last in taken):
+        right = left + width
+        if any(left < last and first < right for first, last in taken):
             continue
-        taken.append((left, left + width))
-        above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
+        taken.append((left, right))
         names.append(dict(x=begin, text=f"{name} →", **above, **side))
     return {"shapes": lines, "annotations": names}
 
 
 def _longest_first(found: Sequence[Phase], end: float) -> list[Phase]:
-    begins = [begin for begin, _ in found]
-    ends = [*begins[1:], end]
-    order = sorted(range(len(found)), key=lambda index: begins[index] - ends[index])
+    ends = [begin for begin, _ in found[1:]]  # a phase lasts until the next
+    ends.append(end)
+    lengths = []
+    for (begin, _), until in zip(found, ends):
+        lengths.append(until - begin)
+    order = sorted(range(len(found)), key=lambda index: -lengths[index])
     return [found[index] for index in order]
 
 
@@ -254,20 +274,24 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
     """Return (title, alternative text): how much of a profiled step is exposed, a mean that is the same everywhere."""
     split = profile.breakdown_of(record)
     if split is None:
-        red = _length_of(where(rows, lane="exposed")) / len(_ranks(rows))
+        exposed = where(rows, lane="exposed")
+        red = _length_of(exposed) / len(_ranks(rows))  # mean of the ranks
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
     title = f"{label(record)}: {_exposed_words(split, rows)}"
     hidden = percent(split.overlapped_ns, split.communication_ns)
-    words = f"{hidden} of {duration(split.communication_ns)} of communication is hidden under compute"
+    communication = duration(split.communication_ns)
+    words = f"{hidden} of {communication} of communication is hidden under compute"
     return title, f"{title}; on rank {split.rank}, the most exposed, {words}."
 
 
 def _exposed_words(split: StepSummary, rows: list[Row]) -> str:
     """Say how much is exposed; where the rows tell copies and waiting apart, how much of it on the link."""
     step = duration(split.step_ns)
-    if split.on_link_ns is None or not any(row["name"].endswith(OFF_LINK) for row in rows):
+    told_apart = any(row["name"].endswith(OFF_LINK) for row in rows)
+    if split.on_link_ns is None or not told_apart:
         share = percent(split.exposed_ns, split.step_ns)
         return f"{share} of the step is exposed communication ({duration(split.exposed_ns)} of {step})"
+    on_link = duration(split.on_link_ns)
     besides = duration(split.exposed_ns - split.on_link_ns)
-    return f"{duration(split.on_link_ns)} of {step} are exposed on the link, and {besides} in {_OFF_LINK}"
+    return f"{on_link} of {step} are exposed on the link, and {besides} in {_OFF_LINK}"

@@ -43,7 +43,10 @@ class _Bar:
 
     @property
     def words(self) -> str:
-        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.sent.items())
+        words = []
+        for name, nbytes in self.sent.items():
+            words.append(f"{name} {size(nbytes)}")
+        return ", ".join(words)
 
 
 def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int = 0) -> go.Figure:
@@ -81,7 +84,8 @@ def sent_by(record: RunRecord, rank: int) -> Sent:
 
     `{"all_reduce in backward": 86}`.
     """
-    of_rank = [row for row in record.table("ledger") or _of_traces(record) if int(row["rank"]) == rank]
+    rows = record.table("ledger") or _of_traces(record)
+    of_rank = [row for row in rows if int(row["rank"]) == rank]
     last = max((int(row["step"]) for row in of_rank), default=0)
     sent: dict[str, float] = defaultdict(float)
     for row in of_rank:
@@ -98,7 +102,8 @@ def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
         if row["logical_bytes"] is None:
             return []
         group_size = int(row["group_size"] or all_ranks)
-        rows.append({**row, "wire_bytes": row["logical_bytes"] * bus_factor(row["kind"], group_size)})
+        wire_bytes = row["logical_bytes"] * bus_factor(row["kind"], group_size)
+        rows.append({**row, "wire_bytes": wire_bytes})
     return rows
 
 
@@ -106,23 +111,28 @@ def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _without_formula(bar: _Bar, rank: int) -> go.Figure:
-    figure = _bars({bar.run.label: f"<b>{size(bar.total)}</b>"}, _parts([bar.sent]))
-    title = f"{bar.run.label} sends {size(bar.total)} a step"
+    total = size(bar.total)
+    ends = {bar.run.label: f"<b>{total}</b>"}
+    figure = _bars(ends, _parts([bar.sent]))
+    title = f"{bar.run.label} sends {total} a step"
     return titled(figure, title, _where([bar.run], rank), f"A bar: {bar.words}.", 150)
 
 
 def _beside_formula(bar: _Bar, formula: int, rank: int) -> go.Figure:
     """Draw the run's bar above that of the formula."""
     ends = {"ledger": f"<b>{size(bar.total)}</b>", "formula": f"<b>{size(formula)}</b>"}
+    sent = _parts([bar.sent, {}])  # nothing of it is in the formula's row
     computed = Part("formula", _FORMULA_COLOUR, [0.0, formula / MB])
-    figure = _bars(ends, [*_parts([bar.sent, {}]), computed])
+    figure = _bars(ends, [*sent, computed])
     figure.data[-1].showlegend = False  # its row says what it is
-    if bar.total == formula:
-        title = f"{bar.run.label}: the ledger equals the formula, {size(bar.total)} a step"
+    difference = bar.total - formula
+    if difference:
+        title = f"{bar.run.label}: the ledger differs from the formula by {difference:+,} bytes a step"
     else:
-        title = f"{bar.run.label}: the ledger differs from the formula by {bar.total - formula:+,} bytes a step"
+        title = f"{bar.run.label}: the ledger equals the formula, {size(bar.total)} a step"
     where = f"{_where([bar.run], rank)}; the formula is computed"
-    return titled(figure, title, where, f"Two bars. Ledger: {bar.words}. Formula: {size(formula)}.", 200)
+    alt = f"Two bars. Ledger: {bar.words}. Formula: {size(formula)}."
+    return titled(figure, title, where, alt, 200)
 
 
 # ---- several runs
@@ -133,18 +143,22 @@ def _of_several(bars: list[_Bar], runs: list[RunView], rank: int) -> go.Figure:
     shown = [bar.run for bar in bars]
     first = bars[0]
     most = max(bars, key=lambda bar: bar.total)
-    ends = {}
+    ends, words = {}, []
     for bar in bars:
-        beside = "" if bar.total == first.total else f" · {_times(bar, first)}"
-        ends[bar.run.label] = f"<b>{size(bar.total)}</b>{beside}"
+        end = f"<b>{size(bar.total)}</b>"
+        if bar.total != first.total:
+            end += f" · {_times(bar, first)}"
+        ends[bar.run.label] = end
+        words.append(f"{bar.run.label} {bar.words}")
     if most.total > first.total:
-        title = f"{most.run.label} sends {size(most.total)} a step, {_times(most, first)} as much as {first.run.label}"
+        times = _times(most, first)
+        title = f"{most.run.label} sends {size(most.total)} a step, {times} as much as {first.run.label}"
     else:
         title = f"No run sends more than {first.run.label}, {size(first.total)} a step"
     left_out = missing(runs, shown, "recorded no collective")
-    where = "; ".join(filter(None, [_where(shown, rank), _against_formulas(bars), _PASSES, left_out]))
-    words = "; ".join(f"{bar.run.label} {bar.words}" for bar in bars)
-    alt = f"Bars of the bytes that one rank sends in a step: {words}."
+    clauses = [_where(shown, rank), _against_formulas(bars), _PASSES, left_out]
+    where = "; ".join(filter(None, clauses))
+    alt = f"Bars of the bytes that one rank sends in a step: {'; '.join(words)}."
     figure = _bars(ends, _parts([bar.sent for bar in bars]))
     return titled(figure, title, where, alt, 90 + 46 * len(bars))
 
@@ -179,12 +193,17 @@ def _bars(ends: Mapping[str, str], parts: list[Part]) -> go.Figure:
 
 def _parts(rows: list[Sent]) -> list[Part]:
     """Return the collectives that at least one row sends, in MB; the second all-gather of a step has its own shade."""
-    names = dict.fromkeys(name for sent in rows for name in sent)
+    names: dict[str, int] = {}  # in order of first appearance
+    for sent in rows:
+        names.update(sent)
     parts = []
     for name in names:
-        kind = name if name in COLLECTIVE_COLOURS else name.split(" in ")[0]
+        kind = name
+        if name not in COLLECTIVE_COLOURS:
+            kind = name.split(" in ")[0]
+        colour = COLLECTIVE_COLOURS.get(kind, _GREY)
         megabytes = [sent.get(name, 0) / MB for sent in rows]
-        parts.append(Part(name, COLLECTIVE_COLOURS.get(kind, _GREY), megabytes))
+        parts.append(Part(name, colour, megabytes))
     return parts
 
 

@@ -123,9 +123,10 @@ def _title(runs: Sequence[RunView]) -> str:
 
 def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]) -> Markup:
     """Return the first screen: the conclusion, two figures, and what to change."""
+    sentences = [_what_is_wrong(records), conclusion(shown)]
     return rendered(
         "answer.html",
-        sentence=" ".join(filter(None, [_what_is_wrong(records), conclusion(shown)])),
+        sentence=" ".join(filter(None, sentences)),
         figures=_first_figures(shown, source, records),
         clock=clock_words(shown),
         change=change_words(shown) or _remedy(records),
@@ -171,21 +172,29 @@ def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:
     timed = [run for run in runs if run.step_median]
     if not timed or not all(run.steady.step_time_s for run in timed):
         return runs
-    return [_with_steady_times(run) if run in timed else run for run in runs]
+    shown = []
+    for run in runs:
+        if run in timed:
+            run = _with_steady_times(run)
+        shown.append(run)
+    return shown
 
 
 def _with_steady_times(run: RunView) -> RunView:
     comm = replace(run.summary.comm, exposed_s=run.steady.exposed_s, overlap=run.steady.overlap)
     summary = replace(run.summary, step_time_s=Spread(median=run.steady.step_time_s), comm=comm)
     spec = {**run.spec, "gpu": STEADY_CARD}
-    return replace(run, summary=summary, spec=spec, provenance={**run.provenance, "step_time_s": "simulated"})
+    provenance_of_run = {**run.provenance, "step_time_s": "simulated"}
+    return replace(run, summary=summary, spec=spec, provenance=provenance_of_run)
 
 
 def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
     """Return the tab Compare: the whole table, then what explains it, folded."""
     shown = views(source)
     columns = told(shown)
-    rows = [[unbroken(text) for text in cells_of_run(run, columns)] for run in shown]
+    rows = []
+    for run in shown:
+        rows.append([unbroken(text) for text in cells_of_run(run, columns)])
     table_of_runs = table(columns, rows, lambda place, text: _look(columns[place], text))
     body = part("wide", body=table_of_runs)
     drift = drift_sentence(comparison)
@@ -226,8 +235,13 @@ def _peaks(shown: Sequence[RunView]) -> Markup:
     if all(run.traced for run in shown):
         return _NONE
     titles = category_titles(run.spec for run in shown)
-    head = ["run", *(titles[category] for category in CATEGORIES)]
-    rows = [[run.label, *(size(run.split.get(category)) for category in CATEGORIES)] for run in shown]
+    head = ["run"]
+    for category in CATEGORIES:
+        head.append(titles[category])
+    rows = []
+    for run in shown:
+        sizes = [size(run.split.get(category)) for category in CATEGORIES]
+        rows.append([run.label, *sizes])
     return part("wide", body=number_table(head, rows))
 
 
@@ -247,9 +261,13 @@ def _look(name: str, text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     row = column(name)
-    classes = [mood(text), "long" if row.wraps else "", "short" if row.breaks else ""]
-    named = " ".join(filter(None, classes))
-    return {"class": named} if named else {}
+    classes = [mood(text)]  # "" where it is no verdict
+    if row.wraps:
+        classes.append("long")
+    if row.breaks:
+        classes.append("short")
+    names = " ".join(filter(None, classes))
+    return {"class": names} if names else {}
 
 
 def _prediction(shown: list[RunView], source: Runs) -> Markup:
@@ -262,15 +280,20 @@ def _prediction(shown: list[RunView], source: Runs) -> Markup:
         peak = beside(run.predicted_peak, run.peak, size)
         sent = beside(run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step, size)
         rows.append([run.label, peak, sent, predicted_step(run)])
+    head = ["run", "peak", "sent in a step", "step"]
     caption = "Predicted; (1.00) is predicted / measured."
-    body = part("wide", body=number_table(["run", "peak", "sent in a step", "step"], rows, caption))
-    texts = [part("text", words=line) for line in _lines_on_prediction(shown, predicted)]
-    return Markup("\n").join([drawn(predicted_memory, source), body, *texts])
+    table_of_runs = part("wide", body=number_table(head, rows, caption))
+    parts = [drawn(predicted_memory, source), table_of_runs]
+    for line in _lines_on_prediction(shown, predicted):
+        parts.append(part("text", words=line))
+    return Markup("\n").join(parts)
 
 
 def _lines_on_prediction(shown: list[RunView], predicted: list[RunView]) -> list[str]:
     lines = step_sources(shown)
-    explained = [gap for run in predicted for gap in gaps(run)]
+    explained: list[str] = []
+    for run in predicted:
+        explained += gaps(run)
     lines += explained or ["Every category is within 10% of what was measured, or less than 0.5% of the peak off."]
     for run in shown:
         if run.summary.predicted.why_not:
@@ -288,7 +311,11 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     if len(runs) == 1 and runs[0].recorded:
         of_job = [str(spec[name]) for name in _OF_A_JOB if spec.get(name)]
         return ", ".join([*of_job, ranks_and_device(list(runs))])
-    return ", ".join(form.format(spec[name]) for name, form in _SETTING.items() if spec.get(name) is not None)
+    words = []
+    for name, form in _SETTING.items():
+        if spec.get(name) is not None:
+            words.append(form.format(spec[name]))
+    return ", ".join(words)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -297,7 +324,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name} ")
         elif value not in (None, []):
-            yield f"{prefix}{name}".replace("_", " "), _shown(name, value)
+            written = f"{prefix}{name}".replace("_", " ")
+            yield written, _shown(name, value)
 
 
 def _shown(name: str, value: object) -> str:
@@ -305,9 +333,13 @@ def _shown(name: str, value: object) -> str:
     if name.endswith(("bytes", "card")) and isinstance(value, int):
         return size(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key.replace('_', ' ')} {_shown(key, part)}" for key, part in value.items())
+        words = []
+        for key, inner in value.items():
+            written = key.replace("_", " ")
+            words.append(f"{written} {_shown(key, inner)}")
+        return ", ".join(words)
     if isinstance(value, (list, tuple)):
-        return "; ".join(_shown(name, part) for part in value)
+        return "; ".join(_shown(name, item) for item in value)
     return str(value)
 
 
@@ -345,9 +377,14 @@ def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> 
     """
     if len(records) == 1:
         return fill(records[0])
-    saves_most = [record.spec.get("strategy") in SAVES_MOST for record in records]
-    chosen = saves_most.index(True) if any(saves_most) else 0
-    bodies = [(run.label, fill(record)) for run, record in zip(views(records), records)]
+    chosen = 0
+    for place, record in enumerate(records):
+        if record.spec.get("strategy") in SAVES_MOST:
+            chosen = place
+            break
+    bodies = []
+    for run, record in zip(views(records), records):
+        bodies.append((run.label, fill(record)))
     return part("picked", bodies=bodies, chosen=chosen)
 
 
@@ -407,7 +444,10 @@ def _memory(record: RunRecord) -> Markup:
 
 
 def _memory_of_traces(record: RunRecord) -> Markup:
-    peaks = [f"rank {rank} {size(peak)}" for rank, peak in enumerate(record.summary.peak_by_rank or ()) if peak]
+    peaks = []
+    for rank, peak in enumerate(record.summary.peak_by_rank or ()):
+        if peak:
+            peaks.append(f"rank {rank} {size(peak)}")
     if not peaks:
         return not_in_traces("memory")
     known = note(f"Peak of allocated memory, from the traces: {', '.join(peaks)}.")
@@ -422,7 +462,9 @@ def _traffic(records: Sequence[RunRecord]) -> Markup:
             of_traces += _traffic_of_traces(record)
         else:
             own.append(record)
-    return drawn(figures.ledger_against_formula, own) + of_traces if own else of_traces
+    if not own:
+        return of_traces
+    return drawn(figures.ledger_against_formula, own) + of_traces
 
 
 def _traffic_of_traces(record: RunRecord) -> Markup:
@@ -431,7 +473,8 @@ def _traffic_of_traces(record: RunRecord) -> Markup:
         return not_in_traces("bytes sent, and what the strategy must send")
     collectives = plural(comm.collectives_per_step or 0, "collective")
     sent = f"{collectives} a step send {size(comm.bytes_per_step)} a rank, from the traces."
-    return note(f"{view(record).label}: {sent}") + not_in_traces("what the strategy must send")
+    counted = note(f"{view(record).label}: {sent}")
+    return counted + not_in_traces("what the strategy must send")
 
 
 # ---- the tab Diagnosis
@@ -444,7 +487,8 @@ def _diagnosis(records: Sequence[RunRecord], made: TablesOf) -> Markup:
     findings = dict(findings_by_run(records))
 
     def of_run(record: RunRecord) -> Markup:
-        body = _findings(record, findings.get(labels[id(record)], ()))
+        label = labels[id(record)]
+        body = _findings(record, findings.get(label, ()))
         if record is not first:
             body += folded(f"Difference to {labels[id(first)]}", _difference(first, record))
         tables = note(_UNTRACED) if view(record).simulated else _tables(made, record)
