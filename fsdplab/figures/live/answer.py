@@ -234,9 +234,7 @@ def _step_words(found: Plan, record: RunRecord | None) -> str:
         return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
     simulated = seconds(record.summary.step_time_s.median)
     closed_form = seconds(found.time.step_s)
-    words = (
-        f"Simulated event by event with the engine's own schedule: {simulated}; the closed form says {closed_form}."
-    )
+    words = f"Simulated event by event with the engine's own schedule: {simulated}; the closed form says {closed_form}."
     if found.time.slowed_s > 1e-8:  # less would read as 0.00 µs
         slowed = seconds(found.time.slowed_s)
         words += f" Compute beside collectives is drawn longer by the {slowed} that these take of it."
