@@ -51,7 +51,8 @@ def stacked_bars(
     segments = [_segment(part, rows, hover, number, pixels) for part in parts]
     figure = go.Figure(segments)
     figure.update_layout(barmode="stack", xaxis_title=axis)
-    names = dict(tickmode="array", tickvals=rows, ticktext=[_broken(row) for row in rows])
+    written_rows = [_broken(row) for row in rows]
+    names = dict(tickmode="array", tickvals=rows, ticktext=written_rows)
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
     figure.update_xaxes(range=[0, axis_end])
     for row, words in ends.items():
@@ -100,7 +101,8 @@ def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Map
     width = plot_width(map(_broken, reached))
     needed = []
     for row, end in reached.items():
-        share = max(0.2, 1 - (words_width(ends[row]) + 20) / width)  # of the width, left of the row's words
+        room = words_width(ends[row]) + 20
+        share = max(0.2, 1 - room / width)  # of the width, left of the row's words
         needed.append(end / share)
     needed += [1.15 * at for at in levels.values()]
     return max(needed) or 1.0

@@ -15,8 +15,9 @@ def line(
     name: str, colour: str, x: Places, y: Sequence[float], width: float = 3, dash: str = "solid", **more: Any
 ) -> go.Scatter:
     """Draw a line by its name in the legend; `line_shape="hv"` holds each level until the next point."""
-    look = dict(mode="lines", line=dict(color=colour, width=width, dash=dash), marker=dict(color=colour, size=9))
-    return go.Scatter(name=name, x=x, y=y, **look).update(more)
+    stroke = dict(color=colour, width=width, dash=dash)
+    marker = dict(color=colour, size=9)
+    return go.Scatter(name=name, x=x, y=y, mode="lines", line=stroke, marker=marker).update(more)
 
 
 def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 13, **more: Any) -> go.Scatter:
@@ -27,8 +28,9 @@ def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 
 
 def peak(at: float, height: float, **more: Any) -> go.Scatter:
     """Draw the dot at a highest value, in MB."""
-    look = dict(marker_line=dict(color="white", width=1.5), hovertemplate="peak %{y:.1f} MB<extra></extra>")
-    return points("peak", ALARM, [at], [height], 12, showlegend=False, **look, **more)
+    edge = dict(color="white", width=1.5)
+    hover = "peak %{y:.1f} MB<extra></extra>"
+    return points("peak", ALARM, [at], [height], 12, showlegend=False, marker_line=edge, hovertemplate=hover, **more)
 
 
 # ---- heat maps: a cell for each pair of a row and a column, with its value as text

@@ -212,7 +212,8 @@ def _axis(
     step = _round_step(_TICK / scale)
     unit, one = next((unit, one) for unit, one in units if end >= one)
     right = start + end * scale
-    for place in range(math.floor(end / step) + 1):
+    values = math.floor(end / step) + 1
+    for place in range(values):
         at = start + place * step * scale
         words, anchor = "0", "start"
         if place:

@@ -318,7 +318,8 @@ def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
     longest = duration(exposed[first])
     # cells that read the same are not told apart by what a title cannot show
     alike = [key for key in ranked if duration(exposed[key]) == longest]
-    share = percent(sum(exposed[key] for key in alike), total)
+    exposed_by_them = sum(exposed[key] for key in alike)
+    share = percent(exposed_by_them, total)
     if len(alike) > 1:
         title = f"{name}: {len(alike)} collectives expose {longest} each, {share} of the exposed time"
     else:
@@ -501,11 +502,12 @@ def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, An
     """Return a panel's axis: its third or half of the width, with space for the numbers at the bars' ends."""
     low = min(0, *changes.values(), 0)
     high = max(0, *changes.values(), 0)
-    margin = 0.22 * (high - low) or 1
+    margin = 0.22 * (high - low) or 1  # where nothing changed, the axis still has a length
     # numbers stand beyond a bar's end, so a side without bars needs no space; a panel without any keeps both
     space_left = margin * (low < 0 or not high)
     space_right = margin * (high > 0 or not low)
-    left, right = place / panels, (place + 1) / panels
+    left = place / panels
+    right = (place + 1) / panels
     if place > 0:
         left += 0.03  # between two panels
     return dict(

@@ -52,7 +52,7 @@ class Lanes:
         places: dict[int, list[float]] = {}
         for (rank, _), at in self.middle.items():
             places.setdefault(rank, []).append(at)
-        every = max(1, math.ceil(_LINE * len(places) / height))
+        every = max(1, math.ceil(_LINE * len(places) / height))  # so many ranks have the space of one name
         names = {}
         for index, (rank, of_rank) in enumerate(places.items()):
             middle = sum(of_rank) / len(of_rank)
@@ -125,7 +125,8 @@ def _which_step(record: RunRecord, step: int) -> str:
 def step_start(rows: list[Row]) -> int:
     """Return when the first rank began the step, in ns."""
     whole_steps = where(rows, lane="step")
-    return min(distinct(whole_steps or rows, "start_ns"))
+    starts = distinct(whole_steps or rows, "start_ns")
+    return min(starts)
 
 
 def _ranks(rows: list[Row]) -> set[int]:
@@ -243,7 +244,7 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
     above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
     for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
         lines.append(dict(x0=begin, x1=begin, y0=bottom, y1=1, **look))
-        width = words_width(f"{name} → ", 14)
+        width = words_width(f"{name} → ", 14)  # pixels
         left = begin / end * plot_width()
         side = dict(xanchor="left", xshift=2)
         if begin > 0.9 * end:  # beside the right edge the name stands before the line

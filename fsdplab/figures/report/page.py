@@ -309,8 +309,9 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     if len(runs) == 1 and runs[0].traced:
         return ranks_and_device(list(runs))
     if len(runs) == 1 and runs[0].recorded:
-        of_job = [str(spec[name]) for name in _OF_A_JOB if spec.get(name)]
-        return ", ".join([*of_job, ranks_and_device(list(runs))])
+        words = [str(spec[name]) for name in _OF_A_JOB if spec.get(name)]
+        words.append(ranks_and_device(list(runs)))
+        return ", ".join(words)
     words = []
     for name, form in _SETTING.items():
         if spec.get(name) is not None:
