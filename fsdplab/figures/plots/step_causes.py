@@ -179,6 +179,7 @@ def _idle(facts: StepFacts) -> tuple[_Cause, list[_Cause]]:
     loading = _Cause(_LOADING, LOADING_COLOUR, loaded)
     ordered = sorted(by_column, key=lambda column: -by_column[column])
     others = []
+    # of seven causes beside loading the shortest has the first colour again
     for column, colour in zip(ordered, IDLE_COLOURS * 2):
         words = WORDS.get(column, column)
         others.append(_Cause(f"idle: {words}", colour, by_column[column]))
