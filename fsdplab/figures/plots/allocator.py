@@ -127,8 +127,7 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     kept = downsample([moment.in_use for moment in memory.moments], _MOST_POINTS)
     moments = [memory.moments[place] for place in kept]
     start = moments[0].time_us
-    # microseconds to milliseconds
-    times = [(moment.time_us - start) / 1e3 for moment in moments]
+    times = [(moment.time_us - start) / 1e3 for moment in moments]  # ms
     in_use = [moment.in_use / MB for moment in moments]
     reserved = [moment.reserved / MB for moment in moments]
     highest = max(range(len(in_use)), key=in_use.__getitem__)
@@ -139,7 +138,7 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     figure = go.Figure([reserved_line, in_use_line, dot])
     figure.update_xaxes(title_text="time since the first event (ms)")
     figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
-    # the recording ends where the request failed
+    # drawn at the last event, where a job that runs out of memory mostly ends
     if memory.out_of_memory is not None:
         figure.add_vline(times[-1], line=dict(color=ALARM, width=2, dash="dot"))
     title = f"Device {memory.device}: {size(memory.peak)} in use at the peak"

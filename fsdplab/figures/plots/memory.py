@@ -201,7 +201,6 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     rows = _memory_of_rank(record, rank)
     times = [float(row["time_ns"]) / MS for row in rows]
     totals = [total(row) for row in rows]
-    # the row of the highest total, the first of equals
     top = max(range(len(rows)), key=totals.__getitem__)
     peak_ms, peak_bytes = times[top], totals[top]
     titles = category_titles([run.spec])

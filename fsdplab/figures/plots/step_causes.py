@@ -118,7 +118,7 @@ def _causes(facts: StepFacts) -> list[_Cause]:
     worst = facts.worst
     loading, idle = _idle(facts)
     loaded_ms = _loaded_ms(facts)
-    # what is left of the step beside loading, over its length in the profiled step
+    # what is left of the step beside loading, over its length in the profiled step:
     # profiled 800 ms with 300 of loading, timed 700 ms: the other 500 ms shrink to 400, so 0.8e-6 ms for each ns
     rest_ms = 1e3 * facts.step_s - loaded_ms
     scale = rest_ms / (worst.step_ns - loading.length)

@@ -141,8 +141,7 @@ def steady_steps(runs: Runs) -> go.Figure:
         ends[run.label] = _steady_end(run)
         if run.over_card:
             over.append(run.label)
-        # how far the diamond over its bar reaches
-        # in ms, as the bars of this figure are
+        # how far the diamond over its bar reaches, in ms as the bars
         reached.append(_reached_s(run) * 1e3 if run in timed else 0.0)
     parts = _steady_parts(shown)
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reached)
@@ -169,7 +168,8 @@ def _split(run: RunView) -> tuple[float, float, float]:
     step = run.steady.step_time_s or 0.0
     exposed = run.steady.exposed_s or 0.0
     overlap = run.steady.overlap or 0.0
-    # the overlap is the hidden part of all communication, of which the exposed part is known
+    # the overlap is the hidden part of all communication, of which the exposed part is known: overlap = hidden /
+    # (hidden + exposed); where all is hidden, nothing exposed tells how much that is
     hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
     # what is left of the step: the steady card is never idle
     computing = max(0.0, step - exposed - hidden)
@@ -231,10 +231,8 @@ def _steady_words(simulated: list[RunView]) -> str:
     """Return the title: the fully sharded run's step on the steady card, and whose is least; else least and longest."""
     steps = [known(run.steady.step_time_s) for run in simulated]
     least = min(steps)
-    # within a tenth of a percent the simulation's differences are rounding
     best = [run for run, step in zip(simulated, steps) if step <= _ROUNDING * least]
     names = listed(best)
-    # all alike: one time for all
     if len(best) == len(simulated):
         return f"{names}: {seconds(least)} a step"
     sharded = most_sharded(simulated)

@@ -158,7 +158,6 @@ def _lateness(keys: list[Key], issued: Arrivals, rank: int) -> float | None:
     late = []
     for key in keys:
         times = issued[key]
-        # 0 for the rank that came first
         if rank in times:
             first = min(times.values())
             late.append(times[rank] - first)
