@@ -91,7 +91,7 @@ def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> s
 def _marked(listed: list[Finding], facts: StepFacts) -> Finding | None:
     """Return what the diagnosis names if it costs a part of the step; what fills memory has no place on its axis."""
     named = named_finding(facts, listed)
-    # the other findings cost memory, which is no part of the step's time
+    # findings on memory or on the machine cost no part of the step
     if named is None or named.of not in ("exposed", "step"):
         return None
     if named.seconds < _ALIKE * facts.step_s:
