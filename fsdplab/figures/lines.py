@@ -50,6 +50,7 @@ def heat_map(
 
     `most` is the value of the strongest colour (the highest value by default), `scale_title` names the colours' scale.
     """
+    # without the empty cells
     known = [value for row in values for value in row if value is not None]
     scale = dict(
         title=dict(text=scale_title, font=dict(size=14)),
@@ -76,5 +77,6 @@ def heat_map(
         showscale=bool(scale_title),
     )
     figure = go.Figure(cells.update(more))
+    # plotly puts the first row at the bottom unless the axis is reversed
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure.update_xaxes(type="category", showgrid=False)
