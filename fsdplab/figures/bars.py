@@ -126,7 +126,7 @@ def _segment(
             fits = words_width(text, _LETTERS) + 6 < length * pixels
             texts.append(text if fits else "")
     look: dict[str, Any] = {}
-    # letters in black or white, whichever reads on this colour
+    # white or dark letters, whichever has more contrast
     if texts:
         look = dict(text=texts, textfont=dict(size=_LETTERS, color=ink_on(part.colour)))
     return go.Bar(

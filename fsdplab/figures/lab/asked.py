@@ -41,6 +41,7 @@ def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
     """What the page looks at: strategies that do not exist are ignored, and Pin keeps the choices as they are now."""
     sides = {side: asked[side] for side in ("a", "b") if asked.get(side) in STRATEGIES}
     fields = dict(asked.get("guess") or {})
+    # other names than a guess's are ignored
     guess = Guess(**{name: value for name, value in fields.items() if name in Guess.__annotations__})
     pinned = None
     if asked.get("pin"):
