@@ -50,7 +50,6 @@ def heat_map(
 
     `most` is the value of the strongest colour (the highest value by default), `scale_title` names the colours' scale.
     """
-    # without the empty cells
     known = [value for row in values for value in row if value is not None]
     scale = dict(
         title=dict(text=scale_title, font=dict(size=14)),

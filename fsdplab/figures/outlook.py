@@ -81,7 +81,7 @@ def predicted(spec: RunSpec) -> tuple[Prediction, str]:
 def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
     found = find_calibration(spec.world_size)
     forecast = predict(spec, found.calibration)
-    # a calibration that gave a step needs no remark of its own; one that gave none is explained
+    # the calibration's remark says it all, unless there is one that gives no step all the same
     if found.calibration is None or forecast.step_time_s is not None or not forecast.by_category:
         return forecast, found.remark
     return forecast, "no step time is predicted for a link or offloading"

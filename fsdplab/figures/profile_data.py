@@ -85,8 +85,8 @@ def named_rows(record: RunRecord, table: str) -> list[Row]:
 
 def unnamed(record: RunRecord) -> str:
     """Return what a unit without a name is: in records of before, which left the root nameless, the root."""
-    # the root has a name there, so a row without a unit is outside of all units
     in_steps = _units_of(record, "exposed", "timeline")
+    # the root has a name there, so a row without a unit is outside of all units
     if ROOT in in_steps:
         return OUTSIDE_UNITS
     # other units have names, so the nameless one is the root; without any names nothing is told by unit

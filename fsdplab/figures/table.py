@@ -63,7 +63,7 @@ def split_of(run: RunView) -> str:
     """
     if not run.peak or not run.split:
         return MISSING
-    # what the groups leave, so that the sum is the peak
+    # each group is taken off below, so that all parts add up to the peak
     rest = run.peak
     words = []
     for categories in _GROUPS.values():
@@ -211,7 +211,7 @@ COLUMN_ROWS = (
         in_brief="always",
     ),
     Column(
-        "step, simulated",
+        "step, simulated",  # left out where no run is behind a link that the steady card can simulate
         lambda run: seconds(run.steady.step_time_s),
         "on the steady card, the same on every machine",
         flush_right=True,

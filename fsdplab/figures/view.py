@@ -437,7 +437,7 @@ def _not_in_traces(groups: _Groups) -> str:
     told: set[str] = set()
     for run in groups.traced:
         told.update(_told_by(run))
-    # quantities that no trace tells; tokens and losses are in none of them
+    # what none of these traces tells; tokens and losses are in no trace at all
     untold = [quantity for quantity in ("peak memory", "bytes sent") if quantity not in told]
     return ", ".join([*untold, "tokens/s", "losses"])
 

@@ -28,7 +28,7 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
             share = record.summary.cpu_share or 0.0
             whose = "your job" if record is job else ""
             return f"{took}. {core_sentence(share, whose)}"
-    # faster only where the spreads of both do not meet
+    # faster beyond chance, by the scatter of both
     job_step = job.summary.step_time_s
     faster = [record for record in runs if is_below(record.summary.step_time_s, job_step)]
     if not faster:

@@ -141,10 +141,10 @@ class Preset:
     """
 
     choices: Choices
-    link_words: str
+    link_words: str  # what the link's slider is called
     links: tuple[float, float]  # bytes per second
-    tokens: tuple[int, int]
-    sequences: tuple[int, int] = (32, 512)
+    tokens: tuple[int, int]  # of a rank in a step
+    sequences: tuple[int, int] = (32, 512)  # tokens of a sequence
     ranks: tuple[int, ...] = RANKS
     models: tuple[str, ...] = MODELS
     gpu: str = ""
@@ -169,11 +169,12 @@ _ON_GPUS = Choices(
     model="llama-3.1-8b",
     ranks=8,
     precision="bf16",
-    link="450GB/s",
+    link="450GB/s",  # NVLink of an H100, in one direction
     card="80GiB",
     tokens=4096,
     sequence=GPU_SEQUENCE,
 )
+# 12.5 GB/s are 100 Gbit/s, which the eight GPUs of a node share
 _TWO_NODES = replace(
     _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
 )
@@ -192,7 +193,7 @@ PRESETS: dict[str, Preset] = {
     "two nodes": Preset(
         _TWO_NODES,
         link_words="Ethernet of a node",
-        links=(0.125e9, 400e9),
+        links=(0.125e9, 400e9),  # 1 Gbit/s to 3200 Gbit/s
         tokens=(512, 65536),
         sequences=(512, 65536),
         ranks=(16, 32),

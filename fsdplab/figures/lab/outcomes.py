@@ -130,7 +130,7 @@ def _on_any_card(run: Run) -> Run:
 def _outcome(run: Run, version: str) -> Outcome:
     step, blocks = _simulated(run)
     if isinstance(run, PlanSpec):
-        # a plan of a model of one's own was made from its recording
+        # a plan of a model of one's own is made from a recording of its micro-batch
         plan = run.plan if isinstance(run, OwnPlan) else plan_of(run)
         memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
         # over all axes of the mesh
