@@ -133,7 +133,7 @@ class Details:
             self._setting = True
             self._list_batches()
             self._setting = False
-            # no index is selected until a tab is opened
+            # the index is None where no tab is selected
             tab = TABS[self.tabs.selected_index or 0]
             _show(self.run_menu, tab in OF_ONE_RUN)
             if self.widget.selected_index is not None:  # it is unfolded

@@ -166,7 +166,7 @@ def _work_of(run: Run) -> StepWork | None:
         return recorded_model().steady_work(run)
     if run.own_model or why_not_steady(run):
         return None
-    # efficiency 1: the steady card reaches its whole rate; without streams, as ranks of CPUs have none
+    # 1.0: the steady card computes at its whole rate; it has no streams, as CPU ranks have none
     return work_of(steady_plan_of(run), 1.0).shared(streams=False)
 
 
@@ -249,7 +249,7 @@ def _crossover(run: Run, ends: tuple[float, float], version: str) -> tuple[float
         plan, reached = run, 1.0
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
-        # the nominal rate that gives this one: a plan's link reaches a part of its rate only
+        # plans reach 84 % of a link's rate: the steady card's is made larger, so that it carries all of `bytes_per_s`
         linked = on_links_of(at_bandwidth(plan, bytes_per_s / reached), work)
         return _waits(simulate_program(linked, program).logs[0])
 
