@@ -273,7 +273,7 @@ def _waits(log: RankLog) -> tuple[float, float]:
     for before, after in pairwise(spans):
         gaps = gaps_in_passes if _in_one_pass(before, after) else gaps_at_ends
         gaps.append(max(0.0, after.start - before.end))
-    # before the first span the rank waits for the first gather
+    # before the first span the rank waits for the first all-gather
     in_passes, at_ends = sum(gaps_in_passes), spans[0].start + sum(gaps_at_ends)
     if in_passes <= 1e-6 * log.end:
         return 0.0, at_ends  # they are rounding errors
