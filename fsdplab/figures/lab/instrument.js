@@ -299,7 +299,9 @@ function render({ model, el }) {
     Object.assign(asked.choices, choices);
     Object.assign(asked, look);
     // another choice is another question, so the guess begins anew
-    if (asked.guess.on && !("guess" in look)) asked.guess = { on: true, given: false, faster: "", memory: "" };
+    // another job is another question; what is only unfolded beside the answer is none
+    const same = "guess" in look || ("more" in look && !Object.keys(choices).length);
+    if (asked.guess.on && !same) asked.guess = { on: true, given: false, faster: "", memory: "" };
     send();
   }
 
@@ -389,7 +391,7 @@ function render({ model, el }) {
     const cells = (row) => [row.speed, row.step, `${row.memory}${row.fits ? "" : ", over the card"}`, row.sent].map((text) => element("td", {}, text));
     const line = (row) => element("tr", {}, element("td", {}, element("button", { type: "button", "data-key": `if:${row.words}`, title: "choose it", onclick: () => ask(row.choices) }, row.words)), ...cells(row));
     const heads = [`${more.b} with`, "speed", "step", "memory of a rank", "sent"].map((text) => element("th", {}, text));
-    keepFocus(changes, () => changes.replaceChildren(...(rows.length ? [element("table", {}, element("tr", {}, ...heads), ...rows.map(line))] : ["nothing to change is known"])));
+    keepFocus(changes, () => changes.replaceChildren(...(rows.length ? [element("table", {}, element("tr", {}, ...heads), ...rows.map(line))] : [answer.hidden ? "hidden until the answer is shown" : "nothing to change is known"])));
     const names = Object.keys(texts);
     // the form that was shown is kept while it is offered
     if (!names.includes(form)) form = names[0] ?? null;

@@ -156,9 +156,10 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
     drawn, merged = downsample(marks, limit)
     # exposed time is a thinner strip; its traces come last, so that they lie over the others
     bars = mark_lanes(drawn, COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
-    if bars and bars[-1].name == _OFF_LINK:
+    by_name = {bar.name: bar for bar in bars}
+    if _OFF_LINK in by_name and "exposed" in by_name:
         # beside copying and waiting, the red strip is what remains of exposed time
-        bars[-2].update(name="exposed on the link")
+        by_name["exposed"].update(name="exposed on the link")
     return bars, merged
 
 
