@@ -132,7 +132,9 @@ class Average:
         in float32. To divide by a power of two is exact before a sum too, and takes no pass of its own there.
         """
         first, *others = terms
+        # bfloat16 and float16 are added up in float32, whole numbers as they are.
         wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+        # Terms are scaled while they are added, where that has the same bits as dividing the sum.
         if others and wide is output.dtype is others[0].dtype and output.is_floating_point() and self._is_power_of_two:
             self.carry(terms, output, lambda: _add_scaled(terms, 1.0 / self.factor, output))
             return
@@ -146,6 +148,7 @@ class Average:
     @property
     def _is_power_of_two(self) -> bool:
         """Whether to divide by the factor rounds nothing."""
+        # 8 is 0.5 x 2^4: only powers of two have the mantissa 0.5.
         return math.frexp(self.factor)[0] == 0.5
 
     def finish(
@@ -235,4 +238,5 @@ def _add_scaled(
 
 def half(divide: float) -> float:
     """Return a power of two near the square root of `divide`: half of the division, exact in any precision."""
+    # 64 gives 8; 6 gives 2, which leaves 3 for after the sum.
     return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)
