@@ -82,10 +82,12 @@ class HostStorage(ShardStorage):
         if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
+        # The target's memory may still be in use by what the computing stream was given before.
         stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(stream):
             write(target)
             self._sent = sent = stream.record_event()
+        # Waiting is for the stream that computes; the host goes on.
         return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
 
     def await_copies(self) -> None:
@@ -171,8 +173,10 @@ class _Leaving:
     ) -> Pending:
         """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
         current = torch.cuda.current_stream(self._device)
+        # Once the last copy is waited for on that stream, the allocator may use its memory for what comes next.
         if self._last is not None:
             current.wait_event(self._last[0])
+        # The reduction that makes `values` is on the current stream.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(landings, values, non_blocking=True)
@@ -204,6 +208,7 @@ def end_to_end(
     make: Callable[[int], torch.Tensor],  # from a number of bytes: [bytes] (uint8)
 ) -> list[torch.Tensor]:
     """Return tensors of the dtypes, shapes and order of `values`, in one piece of memory."""
+    # Each rounded up to 64 bytes: 100 and 20 bytes begin at 0 and 128, in a piece of 192.
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     piece = make(sum(sizes))
     return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
