@@ -57,6 +57,7 @@ def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def written() -> dict[str, dict[str, Any]]:
+        # DCP calls the files of rank 3 `__3_0.distcp`, `__3_1.distcp` and so on.
         paths = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
         if rank == 0:
             paths.append(folder / ".metadata")
@@ -82,6 +83,7 @@ def check_manifest(folder: Path, required: bool) -> Files | None:
     it is `required`.
     """
     files = on_all_ranks(partial(_manifest, folder))
+    # Ranks on different machines may see different copies of the folder.
     if len(set(_gathered(files is None))) > 1:
         raise CheckpointDamaged(f"only some ranks see {folder / MANIFEST}; copy the checkpoint again, to every machine")
     if files is not None:
@@ -108,6 +110,7 @@ def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None
     """
     reach = _reach(metadata)
     _refuse(folder, [partial(_out_of_reach, folder, name, end, files) for name, end in reach.items()])
+    # Plain values are unpickled, which is tried here. Tensors are read only where no manifest has checked their files.
     tensors, values = [], []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -141,6 +144,7 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None
     try:
         outcome: tuple[Any, Exception | None] = action(), None
     except (OSError, ValueError, RuntimeError) as error:
+        # Raised after the exchange, in which the other ranks wait for this one.
         outcome = None, error
     outcomes = _gathered(outcome, group)
     for _, failure in outcomes:
@@ -154,6 +158,7 @@ def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Of 5 checks on 2 ranks the first does 0, 2 and 4, the second 1 and 3.
     results = [check() for check in checks[rank::ranks]]
     reasons: list[str] = []
     for of_rank in _gathered([reason for reason in results if reason is not None]):
@@ -196,6 +201,7 @@ def _is_entry(entry: Any) -> bool:
 def _reach(metadata: Metadata) -> dict[str, int]:
     """Return by file how many bytes the entries of the metadata reach into it."""
     ends: dict[str, int] = {}
+    # An entry of 20 bytes at 100 reaches to 120; each file must be as long as its last entry reaches.
     for place in metadata.storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
@@ -293,6 +299,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         kind = getattr(dcp_metadata, name, None)
+        # Only classes that DCP's metadata module defines, none that it has imported.
         if isinstance(kind, type) and module == kind.__module__ == dcp_metadata.__name__:
             return kind
         if (module, name) in _ALLOWED:

@@ -111,6 +111,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.memory.fewer_ranks = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
+        # A unit that reshards from now on must notice backwards that none of its outputs announces.
         for module in self.modules() if recurse else [self]:
             for hooks in all_hooks_of(module):
                 hooks.watch_parts()
@@ -229,6 +230,7 @@ class FSDPModule(TorchFSDPModule):
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
         runtime = bound(self)
+        # Before the first forward no gradient can have been accumulated.
         if runtime.has_run:
             runtime.finalize_backward()
         return Pending(lambda: None) if async_op else None  # the gradients are there already
@@ -273,6 +275,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Apply a function (`to`, `to_empty`) to the shards, and take over what it puts in their place."""
         for unit in units_under(self, recurse=True):
+            # The function must see shards, and may write to them: so peers have read them first.
             unit.reshard_by_hand()
         with watching_meta_buffers(self, below(self)):
             module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
@@ -326,6 +329,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return `FSDP<Name>`, a subclass; its `forward`, called directly, runs the hooks that `__call__` runs."""
     if cls not in _classes:
         body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
+        # A class without a forward of its own has none to guard.
         if cls.forward is not nn.Module.forward:
             body["forward"] = _guarded_forward_of(cls)
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)

@@ -74,6 +74,7 @@ def fully_shard(
             f" got {axes.mesh}"
         )
     after = partial(_after_forward, reshard_after_forward)
+    # The row of the strategy table that these arguments ask for.
     name = "full_shard"
     if not axes.shards:
         name = "no_shard"
@@ -156,6 +157,7 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
             f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
             f" how many of the {ranks} ranks a unit stays sharded after its forward"
         )
+    # Of 8 ranks: 1 keeps the whole, 8 is an ordinary reshard, 2 and 4 cut it over as many neighbours.
     return {1: False, ranks: True}.get(wanted, wanted)
 
 
@@ -221,6 +223,7 @@ def _make_units(
     title = "+".join(type(module).__name__ for module in modules)
     memories = [UnitMemory(title, params, configs[axes]) for axes, params in params_over.items()]
     for memory in memories:
+        # Its checksums of the wholes come first: after the cut no rank has these.
         weights = WholeWeights(memory)
         memory.shard()
         weights.cut()
@@ -285,8 +288,10 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
         if group.size() > 1:
             over_dim = transport_of(group, device, wanted)
         transports.append(over_dim)
+    # Of a 1-D mesh [shards], of a 2-D one [replicas, shards].
     *replicas, over_shards = transports
     storage = storage_of(offload, device, row)
+    # Without offload shards rest in memory that the transport may read in place.
     if over_shards is not None and type(offload) is OffloadPolicy:
         storage = over_shards.storage(device)
     if not row.shard_optimizer:  # nothing is cut: the one dimension of the mesh replicates

@@ -78,6 +78,7 @@ class MappedFile(mmap.mmap):
         self._wanted.discard(start)
         if keep_cached:
             return
+        # Only begun: its end is waited for once four more have begun.
         self._sync(start, stop, _WRITE)
         _leaving.append(_Leaving(weakref.ref(self), start, stop))
         while len(_leaving) > _WRITES_UNDER_WAY:

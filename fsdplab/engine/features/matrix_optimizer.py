@@ -218,7 +218,7 @@ class MatrixOptimizer(Optimizer):
         for bucket, arriving in updates:
             arriving.work.wait()
             for place, update in zip(bucket.places, arriving.pieces):
-                # Empty where this rank holds no rows of the matrix, as ranks do behind the last chunk.
+                # Empty where this rank holds nothing of the matrix: of 5 rows on 4 ranks the last has none.
                 if update.numel():
                     part = place.of(place.parameter)
                     group = self.param_groups[place.group]

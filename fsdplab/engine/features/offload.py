@@ -119,6 +119,7 @@ class FileStorage(HostStorage):
         super().__init__(pin=False)
         self.pin_gradients = torch.accelerator.is_available()
         self.folder, self.keep_cached = Path(folder), keep_cached
+        # A folder that cannot be written to fails here, not in the first forward.
         mapped.zeros(self.folder, 1, "a trial")
         if mapped.is_in_memory(self.folder):
             warnings.warn(
@@ -233,6 +234,7 @@ class _Order:
 
     def next_after(self, address: int) -> int:
         """Note that `address` is read; return the one to expect after it, or 0."""
+        # Two reads tell the direction: after 1, 2 comes 3 in a forward, after 3, 2 comes 1 in a backward.
         self._followed[self._last] = address
         self._last = (self._last[1], address)
         return self._followed.get(self._last, 0)

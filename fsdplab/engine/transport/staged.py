@@ -93,7 +93,7 @@ class StagedTransport(Transport):
             pack(layout, gradients, send)
             if before != 1.0:
                 send.div_(before)
-            # One row a rank, [ranks, shard elements]: each shard has a mark for every parameter.
+            # One row a rank, [ranks, shard elements]: each shard has a mark for every parameter with elements.
             average.mark(send.view(self.ranks, -1))
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)

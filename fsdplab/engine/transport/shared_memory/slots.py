@@ -295,7 +295,7 @@ class Slots:
 
     def _await(self, word: Word, number: int, peer: int, what: str) -> None:
         """Return once a word of `peer` is `number`; raise where it never will be."""
-        # The usual case: the peer was faster, and nothing sleeps.
+        # The peer was faster: nothing sleeps.
         if word.value >= number:
             return
         words = self._words[peer]
