@@ -49,6 +49,7 @@ class PerRank:
         rank, ranks = 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
+        # Saved by 4 ranks and loaded by 4, rank 2 gets the state of rank 2.
         if len(state["ranks"]) == ranks:
             _give_state(self.holder, state["ranks"][rank])
         elif self.on_other_ranks is not None:
@@ -108,6 +109,7 @@ def entries_of(extra: Extra) -> dict[str, Any]:
         tensors: dict[str, torch.Tensor] = {}
         plain = _without_tensors(_state_of(name, holder), "", tensors)
         entries[name] = {"plain": as_plain_bytes(f"the extra state {name!r}", plain), "tensors": tensors}
+        # Of the plain values alone, which one rank writes for all.
         digests[name] = hashlib.sha256(repr(plain).encode()).digest()
     by_rank = _of_all_ranks(digests)
     names: set[str] = set().union(*by_rank)

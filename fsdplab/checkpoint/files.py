@@ -116,6 +116,7 @@ def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None
         if isinstance(entry, BytesStorageMetadata):
             values.append(MetadataIndex(name))
         elif files is None and isinstance(entry, TensorStorageMetadata):
+            # A tensor has a chunk for each shard, and each chunk its own place in a file.
             tensors += [MetadataIndex(name, chunk.offsets, number) for number, chunk in enumerate(entry.chunks)]
     places = metadata.storage_data
     _refuse(folder, [partial(_harm, folder, index, places.get(index), metadata) for index in tensors + values])
@@ -230,6 +231,7 @@ def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         return f"{MANIFEST} names {name!r}, which lies elsewhere"
     if not path.is_file():
         return f"{name} is missing, which {MANIFEST} names"
+    # The size first: a file that was cut short need not be hashed.
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{name} has {size:,} bytes of {entry['bytes']:,} in {MANIFEST}"
@@ -245,6 +247,7 @@ def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
 def _inside(folder: Path, name: str) -> Path | None:
     """Return the path of a file of the folder; None for a name that leads elsewhere or is none."""
     path = folder / name
+    # "../a", "a/b" and "/a" have other parents than the folder; ".." has not.
     if path.parent != folder or name == ".." or "\0" in name:
         return None
     return path
@@ -379,6 +382,7 @@ def _is_described(entry: Any) -> bool:
     parts = _parts(entry, size=torch.Size, properties=TensorProperties, chunks=list)
     if parts is None or _parts(parts["properties"], dtype=torch.dtype) is None:
         return False
+    # Chunks of (3, 4) and (2, 4) fill a tensor of (5, 4): 12 + 8 = 20 elements.
     elements = 0
     for chunk in parts["chunks"]:
         if not isinstance(chunk, ChunkStorageMetadata) or not _lies_in(parts["size"], chunk):

@@ -179,6 +179,7 @@ class CheckpointFolder:
     ) -> None:
         saved = CheckedCheckpoint(path, require_manifest=True)
         about = saved.value_of(_ABOUT) or {}
+        # Somebody has renamed the folder: it does not hold the step that its name says.
         if about.get("step", step) != step:
             raise CheckpointDamaged(f"{path} holds step {about['step']}; give it the name of its step again")
         if not about.get("finite", True) and not self.allow_nan:
@@ -383,6 +384,7 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         for path in self.folder.iterdir():
+            # Left by a job that was killed: under the lock no other job is writing here.
             if _HIDDEN.fullmatch(path.name):
                 shutil.rmtree(path)
         return os.urandom(4).hex()

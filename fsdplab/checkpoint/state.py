@@ -89,6 +89,7 @@ class CheckedCheckpoint:
         _check("model", "model.", {"model": model_state}, self.entries)
 
         saved = SavedOptimizer(self.metadata, self._read(self._hyperparameters()))
+        # An optimizer that has not stepped gets zeros, into which the saved states are read.
         states = saved.states_to_load(optimizer, groups, lambda: states_of(model, optimizer)["optim"]["state"])
         _check("optimizer", STATE, {"optim": {"state": states}}, saved.entries_of(groups))
         groups = saved.match(optimizer, groups)
@@ -128,6 +129,7 @@ class CheckedCheckpoint:
         try:
             dcp.load(state, storage_reader=files.CheckedReader(str(self.folder)), planner=files.CheckedPlanner())
         except CheckpointException as error:
+            # DCP collects the failures of all ranks; the first is shown.
             reason = next(iter(error.failures.values()))[0]
             raise files.CheckpointDamaged(
                 f"the checkpoint in {self.folder} cannot be read ({reason}), and a part of it may have been loaded;"

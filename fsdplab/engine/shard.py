@@ -131,6 +131,7 @@ def shard_model(
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
         _make_units([module], config, lambda _: row.reshard_after_forward, ignored_params or ())
+    # The root is known here, so units get their names and `prefetch` before the first forward.
     bind_root(model, prefetch)
     return model
 
@@ -331,6 +332,7 @@ def _sharded_param(
             f" {original.device_mesh.device_type} for DTensor and {config.device.type} for FSDP: parameter {name!r}"
         )
     if not original.is_meta and original.device.type != config.device.type:
+        # The object stays, since other modules may show it too.
         compat.move_data(original, config.device)
     param = in_its_form(ShardedParam(name, sites, original, config.axes, dim))
     if isinstance(param, PartedParam) and not config.strategy.shard_parameters:
@@ -347,6 +349,7 @@ def _placed(
     """Return the dimension to cut `original` along and the mesh to cut it over: 0 and the unit's, or what
     `shard_placement_fn` says.
     """
+    # A strategy that cuts nothing: None leaves the parameter whole at rest.
     if not config.strategy.shard_optimizer:
         if place is not None:
             raise ValueError(
@@ -383,7 +386,7 @@ def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
             f"Shard dim {wanted.dim} is invalid for {local.ndim}D tensor: {local.shape}. shard_placement_fn gave it for"
             f" parameter {name!r}"
         )
-    return wanted.dim % local.ndim
+    return wanted.dim % local.ndim  # -1 of a matrix is 1
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

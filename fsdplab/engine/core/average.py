@@ -66,6 +66,7 @@ class Marks:
         marks: torch.Tensor | float,  # [marks], or one number for all of them
     ) -> None:
         """Add `marks`, zeros of either sign, in place: 0.0 turns -0.0 into 0.0, and nothing else changes a value."""
+        # [..., marks] are read out of [..., elements], added to and written back.
         tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
 
     def found_in(
@@ -76,6 +77,7 @@ class Marks:
         marks, *others = [term.index_select(-1, self.places) for term in terms]
         for other in others:
             marks = marks + other
+        # Marks of a sum (0.3, -0.0, 0.0) become (0.0, -0.0, 0.0), which change no value where they are added.
         return marks.masked_fill_(marks != 0, 0.0)
 
     def missing(
@@ -84,6 +86,7 @@ class Marks:
     ) -> torch.Tensor:
         """Return whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
         marks = total.index_select(-1, self.places)
+        # 0.0 and -0.0 are equal, and differ in the sign bit.
         return (marks == 0) & marks.signbit()
 
     def within(self, first: int, count: int) -> tuple[Marks, torch.Tensor]:
@@ -201,6 +204,7 @@ class Average:
         if self.marks is None or not self.keeps:
             scale()
             return
+        # Before the sum is scaled: in float32 -1.4e-45 / 2 is -0.0, which would count as missing.
         found = self.marks.found_in(*terms)
         scale()
         self.marks.put(target, found)

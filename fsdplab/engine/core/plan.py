@@ -93,6 +93,7 @@ class UnitPlan:
             parted,
             rest,
             compute,
+            # At rest each parameter begins at a multiple of 16 bytes; what is sent usually has no gaps (`_alignment`).
             layout_of(plain, rest, config.ranks, SHARDS_ALIGNED),
             layout_of(plain, compute, config.ranks, _alignment(parted, config)),
             aliasable,
@@ -117,6 +118,7 @@ class UnitPlan:
     @cached_property
     def casts_at_once(self) -> bool:
         """Whether one copy casts a shard at rest into what travels: one dtype each, elements in the same order."""
+        # One dtype on each side: float32 at rest and bfloat16 as sent, for example.
         one_each = len(set(self.rest_dtypes)) == len(set(self.compute_dtypes)) == 1
         return one_each and not self.parted and same_order(self.rest_layout, self.layout)
 

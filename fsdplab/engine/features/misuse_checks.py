@@ -125,6 +125,7 @@ def _not_shown(
     sharded = [param for unit in _watched for param in unit.memory.params]
     shown = {id(param.at_rest) for param in sharded}
     for param in sharded:
+        # `functional_call` shows another parameter for one forward, then the old one again.
         shown.update(id(module._parameters.get(attribute)) for module, attribute in param.sites())
     return [parameter for parameter in parameters if id(parameter) not in shown]
 

@@ -102,6 +102,7 @@ class HostStorage(ShardStorage):
     ) -> tuple[Iterable[torch.Tensor], Pending]:
         """Begin to copy gradients to host memory; return where each will be, and what the host waits for."""
         values = list(gradients)
+        # What was computed on the host is there already: `cpu()` returns it as it is.
         if not values or not compat.has_streams(values[0].device):
             return super().take([value.cpu() for value in values])
         memory = partial(torch.empty, dtype=torch.uint8, pin_memory=self.pin_gradients)
@@ -221,6 +222,7 @@ def _view(
     like: torch.Tensor,  # any shape, any dtype
 ) -> torch.Tensor:
     """Return the bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+    # Dense, in the order of the dimensions of `like`, also where `like` has gaps.
     strides = torch.empty_like(like, device="meta").stride()
     return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
