@@ -18,7 +18,7 @@ from fsdplab.planning.planner import plan, plan_spec
 from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of, seconds_of
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.stages import bubble, stages, waiting
-from fsdplab.planning.step_time import step_time
+from fsdplab.planning.step_time import Compute, step_time
 from fsdplab.workloads.model_files import model_named
 
 pytestmark = pytest.mark.quick
@@ -102,6 +102,15 @@ def test_axes_on_one_link_share_it():
     assert step("node") == step("other") + 1.0
 
 
+def test_exposed_collectives_of_tensor_parallelism_are_no_compute():
+    """Over two nodes of four GPUs they take longer than the products that they go on beside."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=64, gpus_per_node=4, tensor_parallel=8)
+    between, beside = step_time(spec), step_time(replace(spec, async_tensor=True))
+    assert beside.compute_s == between.compute_s == pytest.approx(49.1e-3, rel=1e-3)
+    assert beside.exposed_s == pytest.approx(135.5e-3, rel=1e-3) and beside.exposed_s < between.exposed_s
+    assert beside.step_s == pytest.approx(beside.compute_s + beside.exposed_s)
+
+
 # ---- pipelines
 
 
@@ -156,6 +165,14 @@ def test_neighbours_get_each_micro_batch_once_each_way():
     spec = spec_of(pipeline_parallel=4, grad_accum=6)
     (send,) = [row for row in plan_traffic(spec) if row.axis == "pipeline"]
     assert send.wire_bytes == 2 * 4096 * 8192 / 4 and send.count in (6, 12), "of the stage that sends most"
+
+
+def test_collectives_beside_products_are_no_part_of_the_bubble():
+    """Two thirds of 1f1b's bubble are what ZB-H1 saves: of compute alone where this hides all collectives."""
+    spec = replace(spec_of(pipeline_parallel=4, grad_accum=8), async_tensor=True)
+    slow, fast = step_time(spec), step_time(replace(spec, schedule="zero-bubble"))
+    optimizer_s = [Compute(stage, None).optimizer_s for _, stage in stages(spec)][-1]
+    assert slow.step_s - fast.step_s == pytest.approx(2 / 3 * 3 / 8 * (slow.compute_s - optimizer_s))
 
 
 def test_a_pipeline_of_one_is_no_pipeline():

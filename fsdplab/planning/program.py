@@ -478,6 +478,14 @@ class StepWork:
         return passes_s + self.slowed_s + self.optimizer_s
 
     @property
+    def inline_s(self) -> float:
+        """Seconds of the collectives between products in the whole step, each alone on its link."""
+        pass_s = 0.0
+        for unit in self.units:
+            pass_s += sum(transfer.seconds for transfer in (*unit.inline_forward, *unit.inline_backward))
+        return self.micro_batches * pass_s
+
+    @property
     def exchange_s(self) -> float:
         """Seconds of what the optimizer's step sends."""
         return sum(transfer.seconds for transfer in self.exchange)
