@@ -13,7 +13,7 @@ from fsdplab.planning.hardware import NETWORKS, SPREAD, parse_network
 from fsdplab.planning.links import LinkError
 from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanError
-from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic
+from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic, sends_of, transfer_of
 from fsdplab.planning.planner import plan, plan_spec
 from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of, seconds_of
 from fsdplab.planning.simulation import simulate
@@ -165,6 +165,18 @@ def test_neighbours_get_each_micro_batch_once_each_way():
     spec = spec_of(pipeline_parallel=4, grad_accum=6)
     (send,) = [row for row in plan_traffic(spec) if row.axis == "pipeline"]
     assert send.wire_bytes == 2 * 4096 * 8192 / 4 and send.count in (6, 12), "of the stage that sends most"
+
+
+def test_each_stage_is_charged_its_own_sends():
+    """Of 4 stages with 8 micro-batches of 33.6 MB those in the middle send 16 times: they are timed with 537 MB."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=32, pipeline_parallel=4, grad_accum=8)
+    sends = [sends_of(spec, index) for index in range(4)]
+    assert [send.count for send in sends] == [8, 16, 16, 8] and sends[1].step_bytes == 16 * 4096 * 4096 * 2
+    last = dict(stages(spec))[3]  # the slowest: it has the head
+    own_s = sum(row.count * transfer_of(last, row).seconds for row in plan_traffic(last))
+    assert step_time(spec).communication_s == pytest.approx(own_s + 8 * transfer_of(spec, sends[3]).seconds)
+    in_parts = replace(spec, schedule="interleaved", virtual_stages=2)
+    assert [sends_of(in_parts, index).count for index in range(4)] == [24, 32, 32, 24]
 
 
 def test_collectives_beside_products_are_no_part_of_the_bubble():

@@ -41,6 +41,7 @@ from .plan_traffic import (
     axis_link,
     owners_step,
     plan_traffic,
+    sends_of,
     transfer_of,
 )
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, copies_seconds, step_seconds
@@ -72,13 +73,13 @@ class StepTime:
 def step_time(spec: PlanSpec) -> StepTime:
     """Predict the step's seconds; of a pipeline those of the slowest stage. PlanError for a GPU of unknown FLOP/s."""
     if spec.pipeline_parallel > 1:
-        by_stage = (_of_stage(spec, stage) for _, stage in stages(spec))
+        by_stage = (_of_stage(spec, index, stage) for index, stage in stages(spec))
         return max(by_stage, key=lambda time: time.step_s)
     rows = plan_traffic(spec)
     return time_of(spec, _work(spec, rows), rows)
 
 
-def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
+def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec) -> StepTime:
     """A stage's own step, the bubble around it, and what it sends to its neighbours, of which nothing is hidden.
 
     The bubble is filled with nothing: it counts as exposed.
@@ -88,7 +89,7 @@ def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
     own = time_of(stage, work, rows)
     # the collectives of `work`, not of `rows`: those that go on beside its products are no part of a pass
     idle_s = bubble(spec) * (work.compute_s - work.optimizer_s + work.inline_s)
-    send = next(row for row in plan_traffic(spec) if row.axis == "pipeline")
+    send = sends_of(spec, index)
     sent_s = send.count * transfer_of(spec, send).seconds
     return StepTime(
         step_s=own.step_s + idle_s + sent_s,
