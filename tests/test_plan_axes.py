@@ -187,6 +187,16 @@ def test_collectives_beside_products_are_no_part_of_the_bubble():
     assert slow.step_s - fast.step_s == pytest.approx(2 / 3 * 3 / 8 * (slow.compute_s - optimizer_s))
 
 
+def test_a_stage_says_how_much_of_its_compute_collectives_take():
+    """What its own step has as a job of its own, and 0 where nothing is sent beside its products."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=16, gpus_per_node=8, pipeline_parallel=2, grad_accum=8)
+    last = dict(stages(spec))[1]
+    assert step_time(spec).slowed_s == step_time(last).slowed_s > 0.01
+    assert step_time(spec).compute_s == step_time(last).compute_s
+    alone = replace(spec, gpus=2, gpus_per_node=2)
+    assert step_time(alone).slowed_s == 0
+
+
 def test_a_pipeline_of_one_is_no_pipeline():
     assert step_time(spec_of(pipeline_parallel=1)) == step_time(spec_of())
 

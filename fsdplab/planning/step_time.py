@@ -91,9 +91,9 @@ def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec) -> StepTime:
     idle_s = bubble(spec) * (work.compute_s - work.optimizer_s + work.inline_s)
     send = sends_of(spec, index)
     sent_s = send.count * transfer_of(spec, send).seconds
-    return StepTime(
+    return replace(
+        own,
         step_s=own.step_s + idle_s + sent_s,
-        compute_s=own.compute_s,
         communication_s=own.communication_s + sent_s,
         exposed_s=own.exposed_s + idle_s + sent_s,
     )
