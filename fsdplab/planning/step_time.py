@@ -340,7 +340,10 @@ class GpuRates(NamedTuple):
 
 
 def rates_of(spec: PlanSpec, efficiency: float | None = None) -> GpuRates:
-    """Return those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s."""
+    """Return those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s.
+
+    Half is TF32's rate by the data sheets. PyTorch's default is plain float32, 67 TFLOP/s in place of 495 on an H100.
+    """
     reached = efficiency or efficiency_of(spec.gpu).part
     flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
     return GpuRates(flops, HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
