@@ -15,7 +15,8 @@ from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanError
 from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic, sends_of, transfer_of
 from fsdplab.planning.planner import plan, plan_spec
-from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of, seconds_of
+from fsdplab.planning.program import Compute as Computes
+from fsdplab.planning.program import Issue, StepWork, Transfer, UnitWork, program_of, seconds_of
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.stages import bubble, stages, waiting
 from fsdplab.planning.step_time import Compute, step_time
@@ -100,6 +101,18 @@ def test_axes_on_one_link_share_it():
         return seconds_of(operations, {unit.name: unit for unit in work.units})
 
     assert step("node") == step("other") + 1.0
+
+
+def test_each_collective_between_products_shares_its_own_link():
+    """Of 1 s on "node" and 9 s on "network" in 10 s of a forward a gather of 30 s on one link meets its part."""
+
+    def forward_s(link: str) -> float:
+        inline = (Transfer("all_gather", 1.0, 1.0, link="node"), Transfer("ring", 9.0, 1.0, link="network"))
+        sent = {"all_gather": Transfer("all_gather", 30.0, 1.0, link=link)}
+        units = {"block": UnitWork("block", 0.0, 0.0, sent, inline)}
+        return seconds_of([Issue(0, "block", "forward", "all_gather"), Computes("block", "forward")], units)
+
+    assert forward_s("node") == 10 + 1 and forward_s("network") == 10 + 9 and forward_s("other") == 10
 
 
 def test_exposed_collectives_of_tensor_parallelism_are_no_compute():
