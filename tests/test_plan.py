@@ -35,6 +35,7 @@ from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of, under_each_strategy
 from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.planning.remedies import remedies, shortfall
+from fsdplab.planning.step_time import rates_of
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import SHAPES
@@ -415,6 +416,17 @@ def test_an_axis_takes_the_link_it_leaves_its_node_by():
     assert inside == pytest.approx(450e9 * plan_traffic.LINK_EFFICIENCY)
     nodes, part = plan_traffic.part_of_network(spec)
     assert outside == pytest.approx(50e9 * part) and nodes == 8, "one member a node: one network card"
+
+
+def test_fp32_is_planned_as_tf32_and_says_so(capsys):
+    for gpu in GPUS.values():
+        if "tf32" in gpu.peaks:
+            spec = plan_spec("llama-3.1-8b", gpu.name, param_dtype="fp32")
+            assert rates_of(spec, efficiency=1.0).flops == pytest.approx(gpu.peaks["tf32"], rel=0.02)
+    for precision, says_so in (("fp32", True), ("bf16", False)):
+        code, shown, _ = ended(["plan", "--model", "llama-3.1-8b", "--precision", precision], capsys)
+        in_one_line = " ".join(shown.split())
+        assert code == 0 and ('as TF32: with torch.set_float32_matmul_precision("high")' in in_one_line) == says_so
 
 
 def test_context_parallelism_cuts_the_sequence_and_shares_states():

@@ -13,12 +13,13 @@ from fsdplab.planning.hardware import NETWORKS, SPREAD, parse_network
 from fsdplab.planning.links import LinkError
 from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanError
-from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic
+from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic, sends_of, transfer_of
 from fsdplab.planning.planner import plan, plan_spec
-from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of, seconds_of
+from fsdplab.planning.program import Compute as Computes
+from fsdplab.planning.program import Issue, StepWork, Transfer, UnitWork, program_of, seconds_of
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.stages import bubble, stages, waiting
-from fsdplab.planning.step_time import step_time
+from fsdplab.planning.step_time import Compute, step_time
 from fsdplab.workloads.model_files import model_named
 
 pytestmark = pytest.mark.quick
@@ -102,6 +103,27 @@ def test_axes_on_one_link_share_it():
     assert step("node") == step("other") + 1.0
 
 
+def test_each_collective_between_products_shares_its_own_link():
+    """Of 1 s on "node" and 9 s on "network" in 10 s of a forward a gather of 30 s on one link meets its part."""
+
+    def forward_s(link: str) -> float:
+        inline = (Transfer("all_gather", 1.0, 1.0, link="node"), Transfer("ring", 9.0, 1.0, link="network"))
+        sent = {"all_gather": Transfer("all_gather", 30.0, 1.0, link=link)}
+        units = {"block": UnitWork("block", 0.0, 0.0, sent, inline)}
+        return seconds_of([Issue(0, "block", "forward", "all_gather"), Computes("block", "forward")], units)
+
+    assert forward_s("node") == 10 + 1 and forward_s("network") == 10 + 9 and forward_s("other") == 10
+
+
+def test_exposed_collectives_of_tensor_parallelism_are_no_compute():
+    """Over two nodes of four GPUs they take longer than the products that they go on beside."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=64, gpus_per_node=4, tensor_parallel=8)
+    between, beside = step_time(spec), step_time(replace(spec, async_tensor=True))
+    assert beside.compute_s == between.compute_s == pytest.approx(49.1e-3, rel=1e-3)
+    assert beside.exposed_s == pytest.approx(135.5e-3, rel=1e-3) and beside.exposed_s < between.exposed_s
+    assert beside.step_s == pytest.approx(beside.compute_s + beside.exposed_s)
+
+
 # ---- pipelines
 
 
@@ -156,6 +178,36 @@ def test_neighbours_get_each_micro_batch_once_each_way():
     spec = spec_of(pipeline_parallel=4, grad_accum=6)
     (send,) = [row for row in plan_traffic(spec) if row.axis == "pipeline"]
     assert send.wire_bytes == 2 * 4096 * 8192 / 4 and send.count in (6, 12), "of the stage that sends most"
+
+
+def test_each_stage_is_charged_its_own_sends():
+    """Of 4 stages with 8 micro-batches of 33.6 MB those in the middle send 16 times: they are timed with 537 MB."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=32, pipeline_parallel=4, grad_accum=8)
+    sends = [sends_of(spec, index) for index in range(4)]
+    assert [send.count for send in sends] == [8, 16, 16, 8] and sends[1].step_bytes == 16 * 4096 * 4096 * 2
+    last = dict(stages(spec))[3]  # the slowest: it has the head
+    own_s = sum(row.count * transfer_of(last, row).seconds for row in plan_traffic(last))
+    assert step_time(spec).communication_s == pytest.approx(own_s + 8 * transfer_of(spec, sends[3]).seconds)
+    in_parts = replace(spec, schedule="interleaved", virtual_stages=2)
+    assert [sends_of(in_parts, index).count for index in range(4)] == [24, 32, 32, 24]
+
+
+def test_collectives_beside_products_are_no_part_of_the_bubble():
+    """Two thirds of 1f1b's bubble are what ZB-H1 saves: of compute alone where this hides all collectives."""
+    spec = replace(spec_of(pipeline_parallel=4, grad_accum=8), async_tensor=True)
+    slow, fast = step_time(spec), step_time(replace(spec, schedule="zero-bubble"))
+    optimizer_s = [Compute(stage, None).optimizer_s for _, stage in stages(spec)][-1]
+    assert slow.step_s - fast.step_s == pytest.approx(2 / 3 * 3 / 8 * (slow.compute_s - optimizer_s))
+
+
+def test_a_stage_says_how_much_of_its_compute_collectives_take():
+    """What its own step has as a job of its own, and 0 where nothing is sent beside its products."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=16, gpus_per_node=8, pipeline_parallel=2, grad_accum=8)
+    last = dict(stages(spec))[1]
+    assert step_time(spec).slowed_s == step_time(last).slowed_s > 0.01
+    assert step_time(spec).compute_s == step_time(last).compute_s
+    alone = replace(spec, gpus=2, gpus_per_node=2)
+    assert step_time(alone).slowed_s == 0
 
 
 def test_a_pipeline_of_one_is_no_pipeline():

@@ -75,6 +75,8 @@ def test_memory_of_what_compare_runs_by_itself(tmp_path, strategy):
         dict(**HYBRID, micro_batches=2, precision="bf16"),
         dict(world_size=3, prefetch=2),
         dict(units="linear"),
+        dict(units="linear", checkpoint="full", batch_size=8),
+        dict(units="linear", checkpoint="selective", model="llama-tiny", batch_size=8),
         dict(units="model"),
         dict(offload="cpu"),
         dict(optimizer="adamw-foreach"),

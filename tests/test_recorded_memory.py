@@ -88,6 +88,8 @@ def test_memory_of_models_that_are_no_language_models(ranks, name):
         dict(units="linear"), dict(units="model"), dict(checkpoint="full", batch_size=8),
         dict(checkpoint="selective", model="llama-tiny"), dict(model="gpt-20m", sequence_length=33),
         dict(units="linear", precision="bf16", model="llama-tiny"), dict(checkpoint="full", sequence_length=17),
+        dict(units="linear", checkpoint="full"), dict(units="model", checkpoint="full"),
+        dict(units="linear", checkpoint="selective", precision="bf16", model="llama-tiny"),
     ],
     ids=str,
 )  # fmt: skip

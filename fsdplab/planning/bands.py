@@ -82,7 +82,7 @@ _SPEED = {
     ADAPTERS_OFFLOADED: (1.07, 1.63, 6),
     CUT: (0.74, 1.25, 52),
     EIGHT_BIT: (0.86, 1.31, 8),
-    EXPERTS: (0.43, 0.76, 2),
+    EXPERTS: (0.45, 0.76, 2),
     PLAIN: (0.93, 1.16, 51),
 }
 

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fsdplab.common.names import STRATEGY_ROWS
@@ -478,6 +479,14 @@ class StepWork:
         return passes_s + self.slowed_s + self.optimizer_s
 
     @property
+    def inline_s(self) -> float:
+        """Seconds of the collectives between products in the whole step, each alone on its link."""
+        pass_s = 0.0
+        for unit in self.units:
+            pass_s += sum(transfer.seconds for transfer in (*unit.inline_forward, *unit.inline_backward))
+        return self.micro_batches * pass_s
+
+    @property
     def exchange_s(self) -> float:
         """Seconds of what the optimizer's step sends."""
         return sum(transfer.seconds for transfer in self.exchange)
@@ -575,37 +584,50 @@ def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -
         if isinstance(operation, Wait):
             now = max(now, ended[operation.number])
         elif isinstance(operation, Compute):
-            seconds, inline_s, link = costs[operation.unit].get(operation.phase, (0.0, 0.0, ""))
-            if inline_s:
+            cost = costs[operation.unit].get(operation.phase, _FREE)
+            begin = now
+            now += cost.seconds
+            for link, inline_s in cost.inline_s.items():
                 # the part of these seconds in which the link is busy with others, too
-                busy = min(1.0, max(0.0, free_at.get(link, 0.0) - now) / seconds)
+                busy = min(1.0, max(0.0, free_at.get(link, 0.0) - begin) / cost.seconds)
                 shared_s = inline_s * busy
                 if shared_s:
                     free_at[link] += shared_s
                     for number in on_link[link]:
-                        if ended[number] > now:
+                        if ended[number] > begin:
                             ended[number] += shared_s
-                seconds += shared_s
-            now += seconds
+                now += shared_s
         elif isinstance(operation, Issue):
-            seconds, _, link = costs[operation.unit][operation.kind]
+            cost = costs[operation.unit][operation.kind]
             ready = now if operation.after is None else ended[operation.after]
-            begin = max(ready, free_at.get(link, 0.0))
-            ended[operation.number] = free_at[link] = begin + seconds
-            on_link.setdefault(link, []).append(operation.number)
+            begin = max(ready, free_at.get(cost.link, 0.0))
+            ended[operation.number] = free_at[cost.link] = begin + cost.seconds
+            on_link.setdefault(cost.link, []).append(operation.number)
     return now
 
 
-def _costs(unit: UnitWork) -> dict[str, tuple[float, float, str]]:
-    """Of each phase its seconds with the collectives between its products, the seconds of these, and the link that they
-    pass; of each kind of collective its seconds, and its link or a queue of its own.
-    """
+class _Cost(NamedTuple):
+    """What a phase or a collective of a unit takes."""
+
+    seconds: float  # of a phase with the collectives between its products
+    link: str = ""  # that a collective passes, or a queue of its own
+    inline_s: Mapping[str, float] = MappingProxyType({})  # of those between products, by the link that they pass
+
+
+_FREE = _Cost(0.0)
+
+
+def _costs(unit: UnitWork) -> dict[str, _Cost]:
+    """Return the cost of each phase of a unit, and of each kind of collective that moves its states."""
     costs = {}
     for kind, transfer in unit.sent.items():
         queue = "across" if kind == "all_reduce" else "states"
-        costs[kind] = transfer.seconds, 0.0, transfer.link or queue
+        costs[kind] = _Cost(transfer.seconds, transfer.link or queue)
     for phase in ("forward", "backward"):
         seconds, inline = unit.products(phase)
-        inline_s = sum(transfer.seconds for transfer in inline)
-        costs[phase] = seconds + inline_s, inline_s, inline[0].link if inline else ""
+        inline_s: dict[str, float] = {}
+        for transfer in inline:
+            if transfer.seconds:
+                inline_s[transfer.link] = inline_s.get(transfer.link, 0.0) + transfer.seconds
+        costs[phase] = _Cost(seconds + sum(inline_s.values()), inline_s=inline_s)
     return costs

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,7 @@ class RecordChoices:
     world_size: int = 1
     seed: int = 0
     on_card: bool = False
+    recomputes: type[nn.Module] = nn.Module  # of the units below the root, those that are computed again
 
 
 class Trainable(Protocol):
@@ -157,16 +158,17 @@ def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[
     stored: dict[str, tuple[Stored, ...]] = {}
     hooks: dict[str, UnitHooks] = {}
     # inner units first, the root last: a parameter belongs to the innermost unit around it
+    recomputed: set[str] = set()
     for module in [*reversed(select_units(model, choices.units(model))), model]:
-        if recompute is not None and module is not model:
-            module.__class__ = recomputing(module.__class__, recompute)
         unit = names[module]
+        if recompute is not None and module is not model and isinstance(module, choices.recomputes):
+            module.__class__ = recomputing(module.__class__, recompute)
+            recomputed.add(unit)
         owned = {parameter: name for parameter, (name, _) in owned_parameters([module], set()).items()}
         stored[unit] = tuple(_stored(parameter, name, unit, policy, log) for parameter, name in owned.items())
         hooks[unit] = UnitHooks([module], Unit(_NoMemory(unit, owned, policy), None))
     in_order = {name: hooks[name].unit for name in names.values() if name in hooks}
-    random_state = RANDOM_STATE if recompute is not None else 0
-    runtime = _Calls(in_order, log, random_state)
+    runtime = _Calls(in_order, log, recomputed)
     for unit_hooks in hooks.values():
         unit_hooks.runtime = runtime
     return runtime, stored
@@ -211,13 +213,13 @@ class _NoMemory(Memory):
 
 
 class _Calls(Runtime):
-    """Notes what hooks call. A unit's state is kept, as the hooks ask for it. Units but the root keep `random_state`
-    bytes from their forward to their backward.
+    """Notes what hooks call. A unit's state is kept, as the hooks ask for it. Those that are computed again keep the
+    generator's state from their forward to their backward.
     """
 
-    def __init__(self, units: dict[str, Unit], log: StorageLog, random_state: int) -> None:
+    def __init__(self, units: dict[str, Unit], log: StorageLog, recomputed: Collection[str]) -> None:
         super().__init__(units, prefetch=0)
-        self.log, self._random_state = log, random_state
+        self.log, self._recomputed = log, recomputed
         self._computing = [self.root.name]  # units whose forward or backward runs, the innermost last
         self._ends = False
 
@@ -235,8 +237,8 @@ class _Calls(Runtime):
     def before_forward(self, unit: Unit) -> None:
         if not compat.inside_backward():
             self._note("before_forward", unit)
-            if self._random_state and unit is not self.root:
-                self.log.note(Allocate(self._kept_for(unit), self._random_state, "activations"))
+            if unit.name in self._recomputed:
+                self.log.note(Allocate(self._kept_for(unit), RANDOM_STATE, "activations"))
         super().before_forward(unit)
 
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
@@ -261,7 +263,7 @@ class _Calls(Runtime):
     def after_backward(self, unit: Unit) -> None:
         if not self._ends:
             self._queue_end()
-            if self._random_state and unit is not self.root:
+            if unit.name in self._recomputed:
                 # autograd has let go of what the unit's first operator saved before it hands on a gradient
                 self.log.note(Free(self._kept_for(unit)))
             self._note("after_backward", unit)

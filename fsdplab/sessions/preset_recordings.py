@@ -5,7 +5,7 @@
 writes `planning/lab_memory/presets.json` anew, as a change of the models, of the engine's hooks or of PyTorch's
 operators needs. Each recording is of two blocks, whose events must be alike: then they are those of any layer. In a
 recording without checkpointing linear layers are units beside the blocks, so that it has the calls of every choice of
-units.
+units. With checkpointing units are computed again, blocks or linear layers, and each choice has a recording.
 """
 
 from __future__ import annotations
@@ -94,21 +94,29 @@ def record_presets() -> dict[str, dict[str, list[str]]]:
     recordings = {}
     for family, precision, checkpoint in product(FAMILIES, PRECISIONS, CHECKPOINTS):
         recordings[f"{family} {precision} {checkpoint}"] = record_preset(family, precision, checkpoint)
+        if checkpoint != "none":
+            linear = record_preset(family, precision, checkpoint, "linear")
+            recordings[f"{family} {precision} {checkpoint} linear"] = linear
     return recordings
 
 
-def record_preset(family: str, precision: str, checkpoint: str) -> dict[str, list[str]]:
+def record_preset(family: str, precision: str, checkpoint: str, units: str = "block") -> dict[str, list[str]]:
     """Record one of them: part -> lines."""
-    choices = RecordChoices(_units_under(checkpoint), low_precision=precision == "bf16", checkpoint=checkpoint)
+    choices = RecordChoices(
+        _units_under(checkpoint, units),
+        low_precision=precision == "bf16",
+        checkpoint=checkpoint,
+        recomputes=nn.Linear if units == "linear" else nn.Module,
+    )
     recording = record_micro_batch(PrimeTokens(_prime_shape(family)), choices)
     return parts_of(lines_of(recording.events))
 
 
-def _units_under(checkpoint: str) -> Callable[[nn.Module], Any]:
-    """Return what makes units: what is computed again is a block, and nothing inside of it may be a unit too."""
+def _units_under(checkpoint: str, units: str) -> Callable[[nn.Module], Any]:
+    """Return what makes units: where a block is computed again, nothing inside of it may be a unit too."""
 
     def unit_classes(model: Any) -> tuple[type[nn.Module], ...]:
-        if checkpoint == "none":
+        if checkpoint == "none" or units == "linear":
             return model.block_type, nn.Linear
         return (model.block_type,)
 

@@ -27,13 +27,19 @@ from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
 PREDICTED = "all figures are predicted, in closed form"
+_TF32 = 'torch.set_float32_matmul_precision("high")'
 
 
 def reached_words(plan: Plan) -> str:
-    """Say what all predicted times rest on: `0.485 of 989 TFLOP/s: fitted on 5 published runs`."""
+    """Say what all predicted times rest on: `0.485 of 989 TFLOP/s: fitted on 5 published runs`; in fp32 that TF32 is
+    assumed, too.
+    """
     if plan.efficiency is None:
         return "unknown"
-    return plan.efficiency.of(peak_flops(plan.spec.gpu))
+    words = plan.efficiency.of(peak_flops(plan.spec.gpu))
+    if plan.spec.param_dtype == "fp32":
+        words += f"; in fp32 half of that, as TF32: with {_TF32}, which is not PyTorch's default"
+    return words
 
 
 def provenance(plans: Sequence[Plan], what: str = PREDICTED) -> Line:

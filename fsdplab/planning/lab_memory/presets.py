@@ -118,16 +118,22 @@ def micro_batch_of(run: LabRun) -> MicroBatch:
 
 
 def recording_name(run: LabRun) -> str:
-    """Which recording of `presets.json` a run has; only blocks are computed again.
+    """Which recording of `presets.json` a run has: the units below the root are computed again.
 
     >>> from fsdplab.workloads.shapes import SHAPES
     >>> run = LabRun(shape=SHAPES["gpt-tiny"], batch=1, sequence=8, strategy="zero1", shards=2, replicas=1, itemsize=2)
     >>> recording_name(run)
     'gpt bf16 none'
+    >>> recording_name(replace(run, checkpoint="full", units="linear"))
+    'gpt bf16 full linear'
     """
     precision = "fp32" if run.itemsize == MASTER else "bf16"
-    checkpoint = run.checkpoint if run.units == "block" else "none"
-    return f"{run.shape.family} {precision} {checkpoint}"
+    name = f"{run.shape.family} {precision}"
+    if run.checkpoint == "none" or run.units == "model":
+        return f"{name} none"
+    if run.units == "linear":
+        return f"{name} {run.checkpoint} linear"
+    return f"{name} {run.checkpoint}"
 
 
 @cache
