@@ -39,6 +39,7 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
     precision = "bf16" if spec.param_bytes == 2 else "fp32"
     task = workload_in(path)
     try:
+        # one rank's batch, seed 0: only shapes count
         recording = _recorded(task, "auto", precision, spec.checkpointing, 1, 0, on_card=True)
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from error
