@@ -48,6 +48,7 @@ class Recorder:
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._recorder = RankRecorder(settings, model)
         self._claimed: Path | None = None
+        # one rank claims the folder for all
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._claim(place, settings)
 
@@ -135,6 +136,7 @@ def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
             self.recorder.note_losses()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            # with accumulation several batches make one step
             if self.recorder is not None and trainer.global_step != self.counted:
                 self.counted = trainer.global_step
                 self.recorder.step()
