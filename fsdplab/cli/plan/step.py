@@ -158,6 +158,7 @@ def _mesh(spec: PlanSpec) -> str:
     for name, count in ways.items():
         if count > 1:
             words += f", {count}-way {name} parallel"
+    # one stage: there is no schedule to name
     if spec.pipeline_parallel == 1:
         return words
     stages = f"{spec.pipeline_parallel} stages"
@@ -173,6 +174,7 @@ def _memory_table(plan: Plan | RecordedPlan) -> Table:
     rows = []
     for name, row in CATEGORY_ROWS.items():
         at_peak = peak.by_category[name]
+        # 24 GB of a card of 80: 9 of 30 signs; no bar is longer than the card
         bar = "#" * min(_BAR, round(_BAR * at_peak / card))
         rows.append((row.title, _size_or_missing(resting.by_category[name]), _size_or_missing(at_peak), bar))
     rows.append(("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}"))
@@ -191,6 +193,7 @@ def _card(plan: Plan) -> Line:
         return Line(missing, "does not fit", "bad")
     memory, peak, card = plan.memory, plan.memory.peak, plan.spec.gpu.memory_bytes
     band = memory_band(plan.spec)
+    # how far measured peaks were from predicted ones, as a part of them
     low, high = band.around(peak.total)
     words = (
         f"{size(peak.total)} of {size(card)} at the peak, in the {peak.name}; {size(low)} to {size(high)} {band.words};"
