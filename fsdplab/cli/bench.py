@@ -143,7 +143,6 @@ def _judged(result: Bench) -> list[Line]:
         lines.append(Line(verdict))
     floor = Spread.of(result.floors)
     if (floor.scatter or 0) > _UNSTEADY:
-        # seconds -> ms
         low = f"{known(floor.min) * 1e3:,.0f}"
         high = f"{known(floor.max) * 1e3:,.0f}"
         lines.append(
@@ -176,7 +175,7 @@ def _cells(result: Bench, timing: Timing) -> dict[str, str]:
     }
     scatter = result.beside_floor(timing).scatter
     row["±"] = MISSING if scatter is None else f"{100 * scatter:.1f} %"
-    # `alone` has the floor's column
+    # `alone` gets no column of ratios: the limit that is shown is the floor
     for name in BESIDE[1:]:
         ratio = result.ratio(timing, name)
         row[f"/ {name.removeprefix('torch-')}"] = MISSING if ratio is None else f"{ratio:.3f}"

@@ -176,7 +176,7 @@ def calibrate_if_needed(specs: Sequence[RunSpec], outputs: Outputs) -> None:
 
     Behind a link step times are simulated, so no calibration is needed. If it fails, runs have no predicted step time.
     """
-    # each number of ranks once: cores are shared by as many
+    # rates depend on how many ranks share the cores, so each number is measured for itself
     for ranks in sorted({spec.world_size for spec in specs if needs_calibration(spec)}):
         if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:
             continue
@@ -194,7 +194,6 @@ def _table(calibration: Calibration) -> Table:
     rows = []
     for itemsize, name in (("4", "fp32"), ("2", "bf16")):
         for row in rates.products.get(itemsize, ()):
-            # FLOP/s -> GFLOP/s
             speeds = f"{three_digits(row.forward / 1e9)} and {three_digits(row.backward / 1e9)} GFLOP/s"
             rows.append((f"matrix products, {name}, {row.tokens} tokens", f"{speeds}, forward and backward"))
     for kind, (latency_s, byte_s) in rates.collectives.items():

@@ -38,7 +38,7 @@ class ProgressTable(Watcher):
     def __init__(self, console: Console, planned: Mapping[Path, RunSpec], outputs: Outputs = Outputs()) -> None:
         self._console = console
         self._outputs = outputs
-        # the twin's losses are shown beside the runs', as agreement
+        # the twin is seen in the verdict on the runs' losses alone
         with_row = {folder: spec for folder, spec in planned.items() if spec.engine != "twin"}
         self._rows = {folder: _to_come(spec) for folder, spec in with_row.items()}
         self._labels = dict(zip(with_row.values(), (row.label for row in self._shown)))
@@ -113,7 +113,7 @@ class ProgressTable(Watcher):
     def _name(self, spec: RunSpec) -> str:
         if spec.engine == "twin":
             return "the twin, for reference"
-        # a run that was not planned, such as the wind tunnel's trial
+        # a wind tunnel gives each run its link, and then its spec is not the planned one
         alone = RunView(spec.strategy, spec.engine, spec.world_size).label
         return self._labels.get(spec, alone)
 

@@ -56,6 +56,7 @@ class Recorder:
         try:
             prepare(settings)
         except (UserError, OSError) as error:
+            # the loop goes on without a recording
             self._recorder.give_up(str(error))
         else:
             self._claimed = place

@@ -34,6 +34,7 @@ def hook(module: ModuleType) -> None:
     settings = Settings.of_environment()
     if settings is None:
         return
+    # one recorder for all modules that are hooked
     _recorder = _recorder or RankRecorder(settings)
     _OF_A_MODULE[module.__name__](module, _recorder)
 
@@ -205,6 +206,7 @@ def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
 def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
     from fsdplab.profiling import TagLog
 
+    # the engine tags its buffers once, when it makes them, long before a step is measured
     RankRecorder.tags = RankRecorder.tags or TagLog()
 
 
@@ -213,6 +215,7 @@ def watch_all(recorder: RankRecorder) -> None:
     watch(recorder)
     for name, count in _COUNTED_IN.items():
         if name in sys.modules:
+            # what is imported later has no hook then: by hand nothing waits for imports
             count(sys.modules[name], recorder)
 
 

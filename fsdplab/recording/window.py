@@ -200,6 +200,7 @@ class Window:
         mailbox, rank = self._settings.mailbox, self._place.rank
         profiled = ended.save(mailbox.of(rank, TRACE), mailbox.folder)
         for kind in (TRACE, MEMORY_TRACE):
+            # a job has no ledger: its collectives are read from the traces
             leave_analysis(mailbox, rank, kind, [])
         sent = None
         if self._sent is not None:
@@ -251,6 +252,7 @@ class Window:
 def _environment(device: torch.device) -> dict[str, Any]:
     environment = capture_environment(device.type)
     if dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
+        # what the job's ranks really use, where GPUs' ranks usually have NCCL
         environment["backend"] = dist.get_backend()
     return environment
 

@@ -329,7 +329,7 @@ def _take_turns(
         for turn in range(len(setups)):
             index = (turn + step) % len(setups)  # no engine always follows the same one
             context.heartbeat.enter("bench", step)
-            # no engine pays for a rank that the one before has left late
+            # ranks come out of the engine before at different times: no engine's time includes that wait
             dist.barrier()
             start = time.perf_counter()
             losses[index] = setups[index].train_step(batches)

@@ -168,7 +168,7 @@ class _Comparison:
         end: all others would too.
         """
         self._errors[number] = failed.report.error if _is_the_models(failed.report) else None
-        # of two runs none is left that could be spared
+        # with two runs none is left that raising could spare
         alike = self._errors.get(0) is not None and self._errors.get(0) == self._errors.get(1)
         if alike and self._specs[number].own_model and len(self._specs) > 2:
             raise failed
@@ -192,7 +192,7 @@ class _Comparison:
         finished = [number for number, record in sorted(self._records.items()) if record.status == "finished"]
         if not _are_timed([self._specs[number] for number in finished]):
             return
-        # the drift of the twin would say nothing: no step time is compared with its
+        # the twin's step time is compared with none, so its drift says nothing
         first = next(number for number in finished if self._specs[number].engine != "twin")
         # only its timed steps count
         spec = replace(self._specs[first], memory=False, card=None, profile=0)
@@ -220,7 +220,7 @@ class _OnlyLooks(Watcher):
 
 def _is_the_models(report: Failure) -> bool:
     """Return whether a run failed in its first step, not in an engine, which would be its traceback's last frame."""
-    # a failure of the model ends in its own file; the last frame inside of this package is an engine's
+    # a failure of the model ends in its own file; where the last frame lies in this package, an engine has failed
     frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
     return not report.step and not (frames and f'"{PACKAGE}' in frames[-1])
 
@@ -279,7 +279,7 @@ class SpareMemory:
         """This run waits, and holds what it holds."""
         least = least_bytes(run.spec)
         self._predicted += least
-        # models are told by their least bytes, but ranks hold Python and torch too
+        # what a run really holds beyond its least, such as activations, is expected of further ones too
         self._excess = max(self._excess, run.resident_bytes() / least)
 
 

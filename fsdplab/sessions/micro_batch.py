@@ -165,7 +165,6 @@ def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
         unit = names[module]
-        # parameters of inner units are taken already, by the order of this loop
         owned = {parameter: name for parameter, (name, _) in owned_parameters([module], set()).items()}
         stored[unit] = tuple(_stored(parameter, name, unit, policy, log) for parameter, name in owned.items())
         hooks[unit] = UnitHooks([module], Unit(_NoMemory(unit, owned, policy), None))

@@ -82,6 +82,7 @@ def predict_own(spec: RunSpec) -> Prediction:
         return Prediction(None, None, None, None, None, recording)
     own_step = own_step_of(spec)
     prediction = predict_recorded(spec, recording, own_step)
+    # the bytes sent follow from the parameters alone, the memory does not
     if own_step and own_step.why_not:
         return replace(prediction, by_category=None, fits=None, why_not=own_step.why_not)
     return prediction

@@ -46,7 +46,6 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
     found = simulate(
         plan_of(spec, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule, streams=False
     )
-    # "other" is what a GPU's own context takes
     split = {name: part for name, part in found.summary.peak_memory_bytes.split.items() if name != "other"}
     summary = replace(
         found.summary,

@@ -88,7 +88,7 @@ class Task(ABC):
         """Return the loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
         if not self.draws:
             return self.loss(model, drawn)
-        # dropout draws from torch's global generator, on every device
+        # dropout draws from torch's global generators, which this seeds on every device
         torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
         return self.loss(model, drawn.content)
 

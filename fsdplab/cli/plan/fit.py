@@ -110,7 +110,7 @@ def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
         speed = three_digits(plan.tokens_per_s_per_gpu)
     hours, long = asked.gpu_hours(candidate), MISSING
     if hours and plan.fits:
-        # GPU-hours, or dollars where a price is given; over all GPUs, so hours are the GPU-hours of one
+        # GPU-hours, or dollars where a price is given; divided by the GPUs they are the hours of the training
         cost, long = f"{hours * (asked.price or 1):,.0f}", f"{hours / spec.gpus:,.1f}"
     last = (long, cost) if asked.tokens else (cost,)
     return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, *last)

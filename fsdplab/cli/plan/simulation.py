@@ -135,7 +135,6 @@ def _quantities(plan: Plan, record: RunRecord) -> Iterator[tuple[str, Callable[[
     yield "exposed communication", seconds, known(summary.comm.exposed_s), max(0.0, plan.time.exposed_s)
     sent = sum(row.step_bytes for row in plan.traffic)
     yield "sent by a rank", size, known(summary.comm.bytes_per_step), sent
-    # tokens a second of the job -> of a GPU
     speed = known(summary.tokens_per_s) / plan.spec.gpus
     yield "tokens/s a GPU", three_digits, speed, plan.tokens_per_s_per_gpu or 0.0
     peak = known(summary.peak_memory_bytes.total)

@@ -88,6 +88,7 @@ def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
         refuse("--tokens counts the tokens of a language model; leave it out for a Python file")
     plan = plan_of_file(**settings)
     spec = plan.spec
+    # the recording's units include the root
     units = plural(len(plan.recording.units) - 1, "unit")
     headline = (
         f"{spec.model.name}, {plan.parameters:,} parameters in {units} beside the root, {spec.strategy} on"
@@ -213,6 +214,7 @@ def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset())
     else:
         yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
     for remedy in ways:
+        # below the table, as a command is too long for a column
         yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
     cards = in_cards(spec)
     if cards:
@@ -256,6 +258,7 @@ def _times(plan: Plan, tokens: float | None, price: float | None) -> Iterator[tu
     yield from sentences(elsewhere(spec))
     hours = plan.hours(tokens) if tokens else None
     if hours:
+        # 8 GPUs for 100 hours: 800 GPU-hours
         gpu_hours = hours * spec.gpus
         dollars = f", ${gpu_hours * price:,.0f}" if price else ""
         yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {gpu_hours:,.0f} GPU-hours{dollars}"
@@ -300,6 +303,7 @@ def _communication(plan: Plan, time: StepTime) -> str:
         return "none: no rank sends anything"
     alone = seconds(time.communication_s)
     latency = latency_s(plan.spec, plan.traffic)
+    # what no bandwidth shortens is worth a word only where it is a large part
     if latency > _MUCH * time.communication_s:
         alone += f" ({seconds(latency)} of it the latency of rings)"
     # what was hidden may exceed what was sent by a rounding error
@@ -327,6 +331,7 @@ _COLUMNS = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "t
 
 def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
+    # "world-size=8..64" -> the setting's name, and 8, 16, 32, 64
     name, tried = parse_sweep(values)
     plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
     shown, too_large, rows = [], [], []

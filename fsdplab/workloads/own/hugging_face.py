@@ -45,7 +45,7 @@ class CausalLM(ReadsText):
         with torch.random.fork_rng(), _parameters_on_meta(), WithoutValues(), _plainly():
             where = self.config
             if where.name == "config.json":
-                # transformers takes the folder, which may hold weights and a tokenizer too
+                # transformers takes the folder of a config.json
                 where = where.parent
             config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
             self._check(config)
