@@ -147,7 +147,6 @@ def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
     """Yield three findings on several runs, first those against which a change gains most; verbose, or for a single
     run, at most five a run.
     """
-    # of several runs only the findings that cost most, whoever's they are
     if len(records) == 1 or verbose:
         yield from _all_findings(records)
         return

@@ -301,7 +301,7 @@ _WITHOUT_UNITS = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 def _earlier(taken: int) -> str:
     if taken < 5:
         return "give it at least 5 steps"
-    # of 12 steps 6:7, which has steps before it that warm up
+    # a job of 12 steps: 6:7
     first = max(4, taken // 2)
     return f"record it again with --steps {first}:{first + 1}"
 

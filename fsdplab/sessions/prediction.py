@@ -103,8 +103,7 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None =
             choices, foreach=False, state_bytes=own.state_bytes, step_scratch=own.scratch // choices.shards
         )
     elif spec.optimizer == "muon":
-        # each matrix has an owner among the ranks of a shard group, which gets its momentum and
-        # sends its update
+        # each matrix has an owner among the ranks of a shard group, which gets its momentum and sends its update
         stepping = recorded_muon(recording, spec.world_size // replicas, not spec.row.cuts)
         packed, other = stepping.held
         state = recorded_state_bytes(recording)

@@ -140,7 +140,7 @@ def mean_losses(steps: Sequence[Row]) -> tuple[float | None, ...]:
     ranks = max(map(len, by_step.values()), default=0)
     means: list[float | None] = []
     for _, losses in sorted(by_step.items()):
-        # a rank ended before this step did
+        # some rank ended before it had finished this step
         if len(losses) < ranks:
             continue
         mean = sum(losses[rank] for rank in sorted(losses)) / ranks

@@ -604,7 +604,6 @@ def preset(name: str) -> ModelShape:
         return PRESETS[name]
     if name in SHAPES:
         raise ModelError(f"{name} is planned, not built: {SHAPES[name].why_not_built()}; give another model")
-    # up to three names that are spelt alike
     alike = near(name, PRESETS, 3)
     advice = f"did you mean {' or '.join(alike)}?" if alike else f"expected one of {', '.join(PRESETS)}"
     if name.endswith(".py"):

@@ -201,7 +201,7 @@ def _left_early(post_mortem: PostMortem) -> Failure | None:
     unexplained = set(post_mortem.heartbeats) - set(post_mortem.exits) - set(post_mortem.notes)
     for rank in sorted(unexplained):
         heartbeat = post_mortem.heartbeats[rank]
-        # neither an exit code nor an exception, and yet it is gone
+        # no bad exit code and no exception is known of it, and yet it has not finished
         if heartbeat.phase != "finished":
             how = "with exit code 0 before its work was done (sys.exit or os._exit)"
             message = f"Rank {heartbeat.rank} left{_where(heartbeat)} {how}.{_after(heartbeat)}"

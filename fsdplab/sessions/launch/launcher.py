@@ -313,7 +313,7 @@ def _start_ranks(
     _check_loopback()
     if start == "torchrun":
         return start_torchrun(program, mailbox, world_size)
-    # why not by a look at the system, and whether a trial has failed
+    # a look at the system may say why not; else the starter's trial does
     not_forked, failed = warm.why_not(), False
     if not_forked is None:
         try:

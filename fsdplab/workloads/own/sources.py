@@ -42,7 +42,7 @@ class Source:
     def digest(self) -> str:
         """Return sixteen hex digits that differ when the file does; modules that it imports have no part in them."""
         if self.kind == VALUE:
-            # NAME-DIGEST.workload: the digest is in the name, of the functions and without the names of cells
+            # NAME-DIGEST.workload: the digest was made when the file was written
             return self.path.name.removesuffix(CARRIED).rpartition("-")[2]
         return hashlib.blake2b(read_file(self.path, 10**10), digest_size=8).hexdigest()
 
