@@ -76,6 +76,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     abouts = mailbox.reports("about")
     if not abouts:
         raise NothingRecorded(NOTHING)
+    # the rows of steps; what a rank did in them besides training becomes rows of another table
     steps = _steps(mailbox, abouts)
     activities = _activities(steps)
     _leave_out_evaluations(steps, activities)

@@ -43,6 +43,7 @@ class Recorder:
         ranks: tuple[int, ...] | None = None,
         job: str | None = None,
     ) -> None:
+        # the job may change its working folder later
         place = Path(folder).absolute()
         settings = Settings(str(place), *steps_of(steps), ranks=ranks, job=job or Path(sys.argv[0]).name)
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -155,6 +155,7 @@ class Window:
             self._rows.note(note)
         if rank == 0:
             self._write("environment", _environment(self._place.device))
+        # before the step: of a job that dies in it the record says at least what it trained
         self._write("subject", subject.as_spec())
         self._observed = Observed(subject.model, self._optimizers, self._place)
         self._observed.begin()
@@ -171,6 +172,7 @@ class Window:
         )
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
+        # the analysis finds the step by this range
         self._open.enter_context(record_function(f"{profiler.RANGE}{self._memory_step}"))
 
     def _end_memory(self, memory: MemoryRecorder) -> None:

@@ -78,6 +78,7 @@ def unit_classes(spec: RunSpec) -> tuple[str, ...]:
 def own_step_of(spec: RunSpec) -> OwnStep | None:
     """Return the step of the optimizer that a run's model brings in place of the run's; None where it brings none."""
     workload = workload_of(spec)
+    # a model without optimizer(parameters) is stepped by the run's
     brings = isinstance(workload, Workload) and "optimizer" in workload.functions
     return own_step(workload, spec.seed) if brings else None
 

@@ -38,6 +38,7 @@ class At:
     @property
     def generator(self) -> torch.Generator:
         """Random numbers of this batch alone, from the CPU: the same on every device and in every run."""
+        # crc32: Python's own hash of a text is another in each process
         return torch.Generator(device="cpu").manual_seed(zlib.crc32(self.place.encode()))
 
 

@@ -44,6 +44,7 @@ def fit_answer(
     """Search around the settings: three answers and the best single change."""
     check_tokens(tokens)
     check_price(price)
+    # "--tp, batch-size" -> "tp", "batch-size"
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     result = fit(spec, global_batch, [name for name in names if name])

@@ -90,6 +90,7 @@ class StayingRanks:
         self._living = living
         self._last_results: dict[int, dict[str, Any]] = {}  # by rank: the result of its last cell
         self._one_cell = threading.Lock()
+        # the ranks end with the last reference to this object, or with Python
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
 
     @classmethod
@@ -295,6 +296,7 @@ class CellWatch:
         while self.unfinished() and time.monotonic() < deadline and running:
             running = self._look()
         self.living.output.flush()
+        # a rank that waits in a collective does not take the signal, and without it the group is useless
         deaf = self.unfinished()
         return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 

@@ -114,6 +114,7 @@ class Training:
 
     def run(self) -> None:
         """Train all steps, and write the measurements."""
+        # the engine's events fill the ledger and the table of units' states
         subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
         self.network.begin(self.setup)
         timeline = self._warm_up()
