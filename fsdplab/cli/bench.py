@@ -52,6 +52,7 @@ def bench_engines(
             peers.append(RunSpec(engine=engine, strategy=strategy, transport=peer_transport, **common))
     specs = []
     for strategy in strategies:
+        # a row for each strategy and each depth of prefetch
         for count in prefetch:
             specs.append(RunSpec(strategy=strategy, transport=transport, prefetch=count, **common))
     with Progress(console=outputs.console(), transient=True) as progress:
@@ -123,7 +124,9 @@ def _columns(result: Bench, rows: Sequence[dict[str, str]]) -> list[str]:
 
 def _judged(result: Bench) -> list[Line]:
     """Say which engine is fastest, where the rounds tell, and whether the machine's speed changed between them."""
+    # the limit without communication is no engine
     engines = [timing for timing in result.timings if timing.engine != BESIDE[0]]
+    # steps over the floors of their own rounds, so that a slow round slows nobody's ratio
     outcome = race([result.beside_floor(timing) for timing in engines])
     leaders = [_name(engines[place], engines) for place in outcome.leaders]
     lines = []
@@ -151,6 +154,7 @@ def _judged(result: Bench) -> list[Line]:
 def _name(timing: Timing, among: Sequence[Timing]) -> str:
     """Return what sentences call a row of the table."""
     name = f"{timing.engine} {timing.strategy}"
+    # named only where rows of one engine differ in it
     prefetches = {row.prefetch for row in among if row.engine == timing.engine}
     if len(prefetches) > 1:
         name += f" with prefetch {timing.prefetch}"
@@ -171,6 +175,7 @@ def _cells(result: Bench, timing: Timing) -> dict[str, str]:
     }
     scatter = result.beside_floor(timing).scatter
     row["±"] = MISSING if scatter is None else f"{100 * scatter:.1f} %"
+    # `alone` gets no column of ratios: the limit that is shown is the floor
     for name in BESIDE[1:]:
         ratio = result.ratio(timing, name)
         row[f"/ {name.removeprefix('torch-')}"] = MISSING if ratio is None else f"{ratio:.3f}"

@@ -61,6 +61,7 @@ def compare_runs(
         planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
         with ProgressTable(outputs.console(), planned, outputs) as progress:
             *records, of_twin = compare([*specs, twin], directory=folder, watcher=progress)
+        # without it losses are compared with nothing
         reference = of_twin if of_twin.status == "finished" else None
         next_steps = [] if outputs.quiet else [*_next_steps(records, outputs)]
         outputs.give(answer_of_runs(records, reference, outputs, next_steps))
@@ -80,6 +81,7 @@ def _pairs(strategies: list[str], engines: list[str], common: dict[str, Any]) ->
     for engine in engines:
         if engine not in COMPARED:
             refuse(f"--engines has {engine!r}{near_matches(engine, COMPARED)}; expected some of {', '.join(COMPARED)}")
+    # a set in order: the same run under two spellings is made once
     specs: dict[RunSpec, None] = {}
     left_out = []
     for engine in engines:
@@ -92,6 +94,7 @@ def _pairs(strategies: list[str], engines: list[str], common: dict[str, Any]) ->
             try:
                 specs[RunSpec(**_settings_under(engine, strategy, common) | changed)] = None
             except SpecError as error:
+                # wrong for all runs is an error; a setting behind one strategy is left out where an engine lacks it
                 if engine == "lab" or error.field not in changed:
                     raise
                 left_out.append(f"{engine} does not do {text}")
@@ -119,6 +122,7 @@ def _parts(text: str) -> tuple[str, dict[str, Any]]:
 def _setting(text: str, edit: str) -> tuple[str, Any]:
     """Read `prefetch=0` as ("prefetch", 0): a field of RunSpec, as a whole number where it is one."""
     name, equals, value = (part.strip() for part in edit.partition("="))
+    # runs that are compared train one model on as many ranks
     able = [field for field in SETTINGS if field not in ("model", "world_size")]
     if not equals or name not in able:
         refuse(f"--strategies has {text!r}; expected settings such as full_shard:prefetch=0, of {', '.join(able)}")
@@ -151,6 +155,7 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
 
 def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line]:
     """Yield the most valuable change to the most sharded run, with its gain; and where to see more."""
+    # "" where none gains enough
     change = change_words(views(records))
     if change:
         yield Line(change)

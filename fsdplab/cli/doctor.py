@@ -104,6 +104,7 @@ def room_answer() -> Answer:
         trained, room = measure_room()
         seconds = time.monotonic() - began
         here += f", two ranks trained in {seconds:.1f} s; {room.sentence}"
+        # the fields, and the two numbers that follow from them
         carries = {**asdict(room), "ranks_by_memory": room.ranks_by_memory, "learners": room.learners}
         if trained.status != "finished":
             lacks.append(f"two ranks did not train: {trained.failure}")
@@ -175,6 +176,7 @@ def calibrate_if_needed(specs: Sequence[RunSpec], outputs: Outputs) -> None:
 
     Behind a link step times are simulated, so no calibration is needed. If it fails, runs have no predicted step time.
     """
+    # rates depend on how many ranks share the cores, so each number is measured for itself
     for ranks in sorted({spec.world_size for spec in specs if needs_calibration(spec)}):
         if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:
             continue
@@ -195,6 +197,7 @@ def _table(calibration: Calibration) -> Table:
             speeds = f"{three_digits(row.forward / 1e9)} and {three_digits(row.backward / 1e9)} GFLOP/s"
             rows.append((f"matrix products, {name}, {row.tokens} tokens", f"{speeds}, forward and backward"))
     for kind, (latency_s, byte_s) in rates.collectives.items():
+        # seconds a byte -> GB/s; 0 where a large collective took no longer than a small one
         speed = f"{three_digits(1e-9 / byte_s)} GB/s" if byte_s else "no limit seen"
         rows.append((kind, f"{sizes.seconds(latency_s)} each, and {speed}"))
     rows.append(("optimizer (AdamW)", f"{three_digits(1e-6 / rates.optimizer_element_s)} M elements/s"))

@@ -50,6 +50,7 @@ def gpu_check(device: str, out: Path | None) -> Answer:
     for command in commands(device, ranks, folder):
         print(f"\n{command}", flush=True)
         began = time.monotonic()
+        # a command that fails does not end the check: the others' results are wanted too
         code = run_module(command.module, command.words)
         rows.append({"command": str(command), "exit_code": code, "seconds": round(time.monotonic() - began, 1)})
 
@@ -95,5 +96,6 @@ def _ranks(device: str) -> int:
         refuse(f"{why}; or try --device cpu, a rehearsal in tiny sizes")
     gpus = machine["gpus"]
     exclusive = any(gpu["exclusive"] for gpu in gpus)
+    # one rank alone sends nothing: two share a single GPU where its mode allows that
     fewest = 1 if exclusive else 2
     return max(len(gpus), fewest)

@@ -45,6 +45,7 @@ def open_lab(notebooks: Path | None, browser: bool, port: int | None, edition: s
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # in containers, where Jupyter refuses root
         command.append("--allow-root")
     if port is not None:
+        # without retries: the port that was asked for, or an error
         command += [f"--port={port}", "--ServerApp.port_retries=0"]
     _use_settings_of_the_course()
     # on SIGTERM JupyterLab ends its kernels; on SIGINT it would ask a question, on SIGHUP die
@@ -116,6 +117,7 @@ def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int]
 
     with asked_to_end(hand_on):
         code = process.wait()
+    # it was asked to end and did: its own good end, Ctrl-C's, or the end by the signal itself
     by_signal = {0, -signal.SIGINT, 128 + signal.SIGINT, *(-number for number in received)}
     if received and code in by_signal:
         interrupted(received[0])

@@ -54,6 +54,7 @@ class Flag:
             complete = self._known_words
         kind = typer.Argument if self.argument else typer.Option
         made = kind(*self.names, help=self.help, autocompletion=complete, **self.more)
+        # `...` stands for a flag that must be given
         default = inspect.Parameter.empty if self.default is ... else self.default
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[self.type, made]
@@ -172,10 +173,13 @@ def in_flags(error: SpecError) -> str:
     `give engine='lab'`.
     """
     message = str(error)
+    # world_size is 0 -> --world-size is 0
     if message.startswith(f"{error.field} is "):
         message = message.replace(error.field, _flag_of_run(error.field), 1)
     fields_of_run = "|".join(RUN)
+    # give engine='lab' -> give --engine 'lab'
     message = re.sub(rf"\b({fields_of_run})=", lambda match: f"{_flag_of_run(match[1])} ", message)
+    # a shell needs no quotes: --engine 'lab' or 'torch-fsdp2' -> --engine lab or torch-fsdp2
     return re.sub(r"(--[\w-]+ |\bor )'([^']*)'", r"\1\2", message)
 
 
@@ -193,6 +197,7 @@ def examples(*lines: str) -> str:
 
 def taken(of: Mapping[str, Flag], *names: str, **defaults: Any) -> dict[str, Flag]:
     """Return these flags of a spec, or all of them; `defaults` replace those of the spec."""
+    # the parameter of the command's function that gets these flags together
     into = "outputs" if of is OUTPUTS else "settings"
     flags = {}
     for name in names or of:
@@ -218,14 +223,17 @@ def add_command(
         # the arguments of the function, the fields of a spec, and those of Outputs
         values: dict[str, dict[str, Any]] = {"": {}, "settings": {}, "outputs": {}}
         for key, flag in all_flags.items():
+            # the text of a flag becomes the value of a field: "512GB" -> 512 * 10**9
             values[flag.into][key] = flag.read(given[key])
         arguments, settings = values[""], values["settings"]
         outputs = Outputs(**values["outputs"]).check()
         if "start" in settings:
+            # it imports torch while this process does too
             begin_warm(settings["start"])
         function = function_of(does)
         if settings:
             arguments["settings"] = settings
+        # a command that prints by itself as it goes on takes them
         if "outputs" in inspect.signature(function).parameters:
             arguments["outputs"] = outputs
         result = function(**arguments)
@@ -266,6 +274,7 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
     An empty text is refused: a shell's variable that is not set.
     """
     if text == "auto":
+        # the wind tunnel scales the target's card down to this model
         if common["emulate"] and common["as_model"]:
             network = Network(emulate=common["emulate"], as_model=common["as_model"])
             ranks = Placement(world_size=common["world_size"]).world_size
@@ -287,6 +296,7 @@ def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str |
     device = Placement(world_size=common["world_size"], device=common["device"]).device_type
     if common["emulate"] or common["link_across"]:  # they bring links of their own
         return None
+    # between GPUs, or with an engine that no link can be emulated for, `auto` is none
     if device != "cpu" or not set(engines) <= {"lab", *ON_SHARED_MEMORY}:
         return None
     return otherwise

@@ -70,6 +70,7 @@ class Outputs:
     def give(self, answer: Answer) -> None:
         """Print an answer, and write the files that were asked for."""
         self.show(answer.parts)
+        # after the terminal's part, which goes to stderr where JSON is on stdout
         text = json.dumps(answer.data, indent=1) + "\n" if self.json else ""
         if self.json == "-":
             sys.stdout.write(text)

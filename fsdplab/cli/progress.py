@@ -38,6 +38,7 @@ class ProgressTable(Watcher):
     def __init__(self, console: Console, planned: Mapping[Path, RunSpec], outputs: Outputs = Outputs()) -> None:
         self._console = console
         self._outputs = outputs
+        # the twin is seen in the verdict on the runs' losses alone
         with_row = {folder: spec for folder, spec in planned.items() if spec.engine != "twin"}
         self._rows = {folder: _to_come(spec) for folder, spec in with_row.items()}
         self._labels = dict(zip(with_row.values(), (row.label for row in self._shown)))
@@ -84,6 +85,7 @@ class ProgressTable(Watcher):
     def ended(self, record: RunRecord) -> None:
         """Show or complete the row of a run that has ended."""
         self._put(record, view(record))
+        # a log has one line a run, when it has ended
         if not self._live and not self._outputs.quiet and record.path in self._rows:
             shown_by_folder = dict(zip(self._rows, self._shown))
             row = shown_by_folder[record.path]
@@ -111,6 +113,7 @@ class ProgressTable(Watcher):
     def _name(self, spec: RunSpec) -> str:
         if spec.engine == "twin":
             return "the twin, for reference"
+        # a wind tunnel gives each run its link, and then its spec is not the planned one
         alone = RunView(spec.strategy, spec.engine, spec.world_size).label
         return self._labels.get(spec, alone)
 
@@ -133,6 +136,7 @@ class ProgressTable(Watcher):
 
 def _which(spec: RunSpec, step: int, steps: int) -> str:
     """`timed step 3 of 4`: the steps before them warm up, and those after them are profiled."""
+    # 2 warm-up and 4 timed steps: steps 1 to 2, 3 to 6, then the profiled ones
     untimed, timed = spec.untimed, spec.untimed + spec.steps
     if step <= untimed:
         return f"warm-up step {step} of {untimed}"

@@ -28,6 +28,7 @@ def record_job(
     chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
     settings = Settings(str(out.absolute()), *steps_of(steps), ranks=chosen, job=_name(command))
     if print_env:
+        # the bootstrap goes before what the job has on its path
         above = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
         for name, value in environment(settings, above.items()).items():
             print(f"export {name}={shlex.quote(value)}")
@@ -36,6 +37,7 @@ def record_job(
     try:
         code = run_job(command, settings)
         sys.stdout.flush()
+        # ranks of other nodes may end a little later
         wait_for_ranks(out)
         record = assemble(out, code)
     except NothingRecorded as nothing:

@@ -46,6 +46,7 @@ def show(console: Console, parts: Iterable[Part]) -> None:
         if isinstance(part, Table):
             console.print(drawn(part))
         else:
+            # a whole line is left to the terminal to wrap, so that a command in it can be copied
             console.print(_text(part), highlight=False, soft_wrap=part.whole)
 
 

@@ -47,6 +47,7 @@ def report_records(
     loaded = load_all(whole, options, on_file)
     loaded += [open_record(path) for path in parts]
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
+    # a record of the twin alone is shown as a run
     runs = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
     if tables:
@@ -79,6 +80,7 @@ def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) ->
     """Yield the tables of each record's traces by its label, then those of each other record beside the first."""
     labels = [run.label for run in views(records)]
     yield from zip(labels, made)
+    # each record beside the first one: what has become slower or faster
     for label, record in zip(labels[1:], records[1:]):
         yield f"{label} beside {labels[0]}", tables_of_pair(records[0], record)
 
@@ -89,6 +91,7 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
         yield Line(table.sentence)
         if table.rows:
             headings = [column.heading for column in table.columns]
+            # what has a unit is a number, and flush right
             words = [column.heading for column in table.columns if not column.unit]
             yield shown.Table(headings, cells(table), words, folds=headings)
         for note in filter(None, (left_out(table), *table.notes)):
@@ -146,6 +149,7 @@ def exported(outputs: Outputs, records: Sequence[RunRecord]) -> Iterator[Line]:
             folder = target
             if len(records) > 1:
                 run = _ODD.sub("-", view(record).label)[:_LONGEST_NAME]
+                # numbered, since two runs may have the same label
                 folder = target / f"{number}-{run}"
             export(record, folder)
         yield Line(opened.format(target))

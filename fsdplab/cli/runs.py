@@ -40,6 +40,7 @@ def answer_of_runs(
     if len(records) == 1:
         sentence = diagnosis(records[0])
         if sentence:
+            # above the table: of one run there is nothing to compare
             parts.insert(0, Line(sentence, mood="bold"))
     drift = drift_sentence(comparison)
     if drift:
@@ -74,6 +75,7 @@ def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, outputs
     if outputs.verbose:
         yield from _explained(shown, reference)
     for run in shown:
+        # None where there is no reference to compare with
         if run.matches is False:
             yield Line(f"{run.label}: its losses differ from the reference's beyond rounding", mood="bad")
 
@@ -89,6 +91,7 @@ def _table(shown: Sequence[RunView], columns: Sequence[str]) -> Table:
     flush_left = [name for name in names if not column(name).flush_right]
     folds = [name for name in names if name in ("run", "peak") or column(name).wraps]
     if len(names) > _MOST_WHOLE:
+        # too wide for a terminal: every column may take several lines
         folds = [*names]
     return Table(names, rows, flush_left, folds, ruled=True)
 
@@ -98,6 +101,7 @@ def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:
     clock = clock_words(shown)
     if clock:
         yield Line(clock)
+    # runs that ended before their timed steps have no step time
     timed = [run for run in shown if run.step_median and run.engine != "twin"]
     if len(timed) > 1 and measured:
         cores = ""
@@ -127,6 +131,7 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
     of_models: dict[str, None] = {}
     for record in records:
         workload = record.environment.get("workload") or {}
+        # all runs of a model note the same: each sentence once
         of_models |= dict.fromkeys(str(note) for note in workload.get("notes", ()))
     for note in of_models:
         yield Line(note, "model")

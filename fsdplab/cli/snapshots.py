@@ -34,6 +34,7 @@ def answer_of_snapshots(paths: Sequence[Path]) -> Answer:
     devices: dict[str, DeviceMemory] = {}
     for path in paths:
         for memory in memory_of(read_snapshot(path)):
+            # devices of which the process has used nothing are in the file too
             if memory.peak or memory.reserved:
                 devices[f"{path.name}, device {memory.device}"] = memory
     if not devices:
@@ -49,6 +50,7 @@ def answer_of_snapshots(paths: Sequence[Path]) -> Answer:
 def _urgency(named: tuple[str, DeviceMemory]) -> tuple[bool, int]:
     """Devices that ran out of memory come first, then those with the highest peak."""
     memory = named[1]
+    # False sorts before True
     return memory.out_of_memory is None, -memory.peak
 
 

@@ -40,6 +40,7 @@ def show_what_can_be_shown() -> None:
 def _plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
+    # the characters that failed, and the place from which to go on
     return "".join(_PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
@@ -53,6 +54,7 @@ class Signals:
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: raise `Ended`, but not while what an earlier one has ended is cleaned up."""
         self.number = self.number or number
+        # a second Ctrl-C while ranks are being ended would leave some behind
         if time.monotonic() - self._raised_at > _CLEANING_S:
             self._raised_at = time.monotonic()
             raise Ended(self.number)

@@ -142,6 +142,7 @@ def _watch_deep_copies(recorder: RankRecorder) -> None:
 
     @functools.wraps(deepcopy)
     def of_modules(x: Any, *args: Any, **kwargs: Any) -> Any:
+        # configurations and small objects are copied all the time
         function = counts if isinstance(x, torch.nn.Module) else deepcopy
         return function(x, *args, **kwargs)
 
@@ -163,8 +164,10 @@ def _watch_clipping_again(module: Any, recorder: RankRecorder) -> None:
         if recorder.done or torch.compiler.is_compiling():
             return taken_of(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # the same parameters in the same order are the same call
         began, key = time.perf_counter_ns(), tuple(map(id, listed))
         try:
+            # the list, since a generator of parameters is used up by now
             return taken_of(listed, *args, **kwargs)
         finally:
             if key in recorder.taken.clipped:
@@ -201,6 +204,7 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or recorder.done or not recorder.taken.may_begin():
             return function(*args, **kwargs)
+        # the module of the line that calls the collective
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         if caller.startswith(_ENGINES) or (recorder.is_in_backward and kwargs.get("async_op")):
             return function(*args, **kwargs)
@@ -216,6 +220,7 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
 def _bytes_of(args: tuple[Any, ...]) -> int:
     """Return bytes of the largest tensor that a collective was given."""
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    # of an all-gather the output, of a reduce-scatter the input
     return max((each.numel() * each.element_size() for each in tensors), default=0)
 
 
@@ -234,6 +239,7 @@ def _watch_evaluations(recorder: RankRecorder) -> None:
     @functools.wraps(train)
     def noting(self: Module, mode: bool = True) -> Module:
         nonlocal is_inside
+        # `train` calls itself for each child: only the outermost call counts
         if is_inside or torch.compiler.is_compiling() or recorder.done or not is_main_thread():
             return train(self, mode)
         is_inside = True
@@ -268,6 +274,7 @@ class _Collections:
         self._recorder, self._began = recorder, 0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
+        # only collections of the oldest generation look at all objects, and take long
         if info["generation"] != 2 or self._recorder.done:
             return
         if phase == "start":

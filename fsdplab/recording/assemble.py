@@ -76,14 +76,17 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     abouts = mailbox.reports("about")
     if not abouts:
         raise NothingRecorded(NOTHING)
+    # the rows of steps; what a rank did in them besides training becomes rows of another table
     steps = _steps(mailbox, abouts)
     activities = _activities(steps)
     _leave_out_evaluations(steps, activities)
     memory, results = mailbox.reports("memory"), mailbox.reports("result")
     tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
+    # what no rank has said: a job that ended before its model was looked at
     spec = {"engine": "plain", "strategy": "no_shard", **_any(mailbox.reports("subject"))}
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
     environment = _any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]}
+    # with results the measured steps are whole, whatever came after
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
     notes = [
@@ -141,6 +144,7 @@ def _activities(steps: Sequence[Row]) -> list[Row]:
 def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> None:
     """Do not time a step that holds an evaluation, unless most do: then their times are those without it."""
     evaluated = {(row["rank"], row["step"]) for row in activities if row["name"] == "evaluation"}
+    # most steps hold one: without them hardly a step would be timed
     if 2 * len(evaluated) > len(steps):
         return
     for row in steps:
@@ -170,6 +174,7 @@ def _summary(
     tables: dict[str, list[Row]],
 ) -> Summary:
     """Summarise the job. Times are those of the steps in which nothing else was measured, with their loading."""
+    # from the step whose memory was measured to the end of the profiled ones, nothing is timed
     first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
     undisturbed = [row for row in steps if not first <= row["step"] < settings.end]
     timed = measured([_with_loading(row) for row in undisturbed], memory)
@@ -194,6 +199,7 @@ def _with_loading(row: Row) -> Row:
     training_s = row["step_time_s"]
     if training_s is None:
         return row
+    # 180 ms of training after 20 ms of loading: a step of 200 ms
     return row | {"step_time_s": training_s + (row["loading_s"] or 0.0)}
 
 
@@ -202,6 +208,7 @@ def _sent(results: Mapping[int, Row]) -> Comm | None:
     by_rank = [result["sent"] for result in results.values() if result.get("sent")]
     if not by_rank:
         return None
+    # [(96, 3), (120, 3)] -> 120, 3
     nbytes, collectives = map(max, zip(*by_rank))
     return Comm(nbytes, collectives)
 
@@ -215,6 +222,7 @@ def _tokens_per_s(steps: Sequence[Row], timed: Summary) -> float | None:
     by_step: dict[int, int] = defaultdict(int)
     for row in steps:
         by_step[row["step"]] += row["tokens"] or 0
+    # of all ranks in a step; the median, as the last step may be cut off
     tokens = statistics.median(by_step.values())
     step_s = timed.step_time_s.median
     if not tokens or not step_s:
@@ -294,6 +302,7 @@ _WITHOUT_UNITS = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 def _earlier(taken: int) -> str:
     if taken < 5:
         return "give it at least 5 steps"
+    # a job of 12 steps: 6:7
     first = max(4, taken // 2)
     return f"record it again with --steps {first}:{first + 1}"
 

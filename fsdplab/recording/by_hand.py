@@ -43,11 +43,13 @@ class Recorder:
         ranks: tuple[int, ...] | None = None,
         job: str | None = None,
     ) -> None:
+        # the job may change its working folder later
         place = Path(folder).absolute()
         settings = Settings(str(place), *steps_of(steps), ranks=ranks, job=job or Path(sys.argv[0]).name)
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._recorder = RankRecorder(settings, model)
         self._claimed: Path | None = None
+        # one rank claims the folder for all
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._claim(place, settings)
 
@@ -55,6 +57,7 @@ class Recorder:
         try:
             prepare(settings)
         except (UserError, OSError) as error:
+            # the loop goes on without a recording
             self._recorder.give_up(str(error))
         else:
             self._claimed = place
@@ -135,6 +138,7 @@ def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
             self.recorder.note_losses()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            # with accumulation several batches make one step
             if self.recorder is not None and trainer.global_step != self.counted:
                 self.counted = trainer.global_step
                 self.recorder.step()

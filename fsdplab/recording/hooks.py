@@ -34,6 +34,7 @@ def hook(module: ModuleType) -> None:
     settings = Settings.of_environment()
     if settings is None:
         return
+    # one recorder for all modules that are hooked
     _recorder = _recorder or RankRecorder(settings)
     _OF_A_MODULE[module.__name__](module, _recorder)
 
@@ -64,10 +65,12 @@ def ends_a_step(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if recorder.done:
             return function(*args, **kwargs)
+        # inside a compiled step the recorder itself must not be traced
         enter, leave = compiled if torch.compiler.is_compiling() else eager
         enter()
         ended = None
         try:
+            # asked before the call: the step may change what the answer depends on
             ended = stepped(*args)
             result = function(*args, **kwargs)
         except BaseException:
@@ -117,6 +120,7 @@ def _hook_scalers(recorder: RankRecorder) -> None:
     def noting(self: GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
         if not recorder.done:
+            # backward gets the scaled loss; the record has the one before
             recorder.taken.scaled = (scaled, outputs)
         return scaled
 
@@ -132,6 +136,7 @@ def _hook_loaders(recorder: RankRecorder) -> None:
 
     @functools.wraps(following)
     def timed(self: Any) -> Any:
+        # a batch is asked for: the evaluation is over if the model trains again
         recorder.taken.end_evaluation()
         began, waited = time.perf_counter(), thread_waited_ns()
         try:
@@ -140,6 +145,7 @@ def _hook_loaders(recorder: RankRecorder) -> None:
             if recorder.taken.evaluates_since is None:  # else it is a part of the evaluation
                 loading_s = time.perf_counter() - began
                 recorder.taken.loading_s += loading_s
+                # a wait for a core is no fault of the loader
                 recorder.taken.note("loading", int(1e9 * loading_s) - (thread_waited_ns() - waited))
 
     _BaseDataLoaderIter.__next__ = timed
@@ -200,6 +206,7 @@ def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
 def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
     from fsdplab.profiling import TagLog
 
+    # the engine tags its buffers once, when it makes them, long before a step is measured
     RankRecorder.tags = RankRecorder.tags or TagLog()
 
 
@@ -208,6 +215,7 @@ def watch_all(recorder: RankRecorder) -> None:
     watch(recorder)
     for name, count in _COUNTED_IN.items():
         if name in sys.modules:
+            # what is imported later has no hook then: by hand nothing waits for imports
             count(sys.modules[name], recorder)
 
 

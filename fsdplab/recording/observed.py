@@ -35,6 +35,7 @@ class Observed:
     def begin(self) -> None:
         """Copy the values of buffers that DDP sends in each forward, before the step."""
         buffers = list(self._model.buffers())
+        # an attribute of DDP alone
         if getattr(self._model, "broadcast_buffers", False) and _bytes(buffers) <= _MOST_BUFFER_BYTES:
             self._buffers = [buffer.detach().clone() for buffer in buffers]
 
@@ -42,6 +43,7 @@ class Observed:
         """Count, at the first backward of the step, the gradients that are still there from the step before."""
         if self._kept_gradient_bytes is None:
             self._has_anomaly_mode = torch.is_anomaly_enabled()
+            # the whole model may evaluate in a step that trains it, by mistake
             if not self._model.training:
                 self._asleep = _asleep(self._model)
             gradients = [parameter.grad for parameter in parameters_of(self._optimizers)]
@@ -75,6 +77,7 @@ class Observed:
             names.add(type(optimizer).__name__)
             for group in getattr(optimizer, "param_groups", ()):
                 loops = loops or self._loops(group)
+                # None is torch's choice, False the job's
                 is_told_to = is_told_to or group.get("foreach") is False
                 number += len(group["params"])
         return {
@@ -97,6 +100,7 @@ class Observed:
             return {}
         model = self._model
         buffers = list(model.buffers())
+        # buffers that no step changes need no broadcast
         changed = [not torch.equal(old, new) for old, new in zip(self._buffers, buffers)]
         return {
             "find_unused_parameters": model.find_unused_parameters,
@@ -111,6 +115,7 @@ class Observed:
         units = fsdp2_units(self._model)
         if not units:
             return {}
+        # the units that each one's forward gathers ahead, as `set_modules_to_forward_prefetch` sets them
         prefetched = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
         return {"prefetches_forward": any(prefetched)}
 

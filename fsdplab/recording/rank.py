@@ -57,12 +57,14 @@ class RankRecorder:
 
     def enter(self) -> None:
         """Note that a function begins after which a step may have ended."""
+        # nested functions that end a step, such as GradScaler.step around Optimizer.step, end one
         self._depth += 1
 
     def leave(self, stepped: Any) -> None:
         """It has ended, and `stepped` is the optimizer that it stepped or skipped, None for none."""
         self._depth -= 1
         self._inner = stepped if stepped is not None else self._inner
+        # the outermost has returned, and something stepped inside of it
         if self._depth == 0 and self._inner is not None:
             stepped, self._inner = self._inner, None
             self.stepped(stepped)
@@ -72,6 +74,7 @@ class RankRecorder:
         if self.done:
             return
         try:
+            # in the first step it is not known yet which optimizer is the last
             if self._round.is_first_of(optimizer):
                 self._end_first_step()
                 return
@@ -125,11 +128,13 @@ class RankRecorder:
             self._become_a_rank(optimizers)
         if self._rows is None:
             return
+        # the time between two ends, less what loaders took
         seconds = None if self._began is None else now - self._began - self.taken.loading_s
         if seconds is not None:
             self.taken.cpu_s = time.process_time() - self._cpu_began
         self.taken.note("resident", 0, resident_bytes(self._rows.place.device))
         evaluated = self.taken.evaluated is not None
+        # an evaluation that still goes on belongs to the next step too
         is_timed = seconds is not None and self.taken.evaluates_since is None
         _, evaluation_ns, _ = self.taken.activities.get("evaluation", (0, 0, 0))
         self._rows.add(self._step, seconds - evaluation_ns / 1e9 if seconds and is_timed else None, self.taken)
@@ -143,6 +148,7 @@ class RankRecorder:
 
     def _end_first_step(self) -> None:
         """End the first step, unless an optimizer that has not stepped yet does so before one steps again."""
+        # step 0 is ended anew with each optimizer, and its row replaces the one before
         losses, self._step = [*self.taken.first_losses, *self.taken.losses], 0
         self._began = None
         self.end_step(self._round.optimizers)
@@ -214,6 +220,7 @@ class Round:
 
 def _trains(module: torch.nn.Module, optimizers: Sequence[Any]) -> bool:
     """Return whether a module holds most of what these optimizers step: its evaluation is one of the model."""
+    # elements, so that a small head beside the model does not count for as much
     stepped = {id(each): each.numel() for each in parameters_of(optimizers)}
     held = sum(stepped.get(id(each), 0) for each in module.parameters())
     return 2 * held > sum(stepped.values())
@@ -226,6 +233,7 @@ def _place(optimizers: Sequence[Any]) -> Place:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    # without a launcher's word all ranks are taken to be on one node
     of_a_node = next((os.environ[name] for name in _OF_A_NODE if os.environ.get(name, "").isdecimal()), world_size)
     return Place(rank, world_size, int(of_a_node), device)
 

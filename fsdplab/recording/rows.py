@@ -88,7 +88,9 @@ class Taken:
         if self.scaled is not None and loss is self.scaled[0]:
             loss = self.scaled[1]
         self.scaled = None
+        # backward of a vector is no loss of a step
         if loss.numel() == 1:
+            # on a GPU the copy is asked for and not waited for
             self.losses.append(loss.item() if loss.device.type == "cpu" else loss.detach().to("cpu", non_blocking=True))
 
 
@@ -118,6 +120,7 @@ class StepRows:
         path = settings.mailbox.of(place.rank, "steps")
         _make_ranks_folder(settings)
         try:
+            # O_EXCL: the first process that creates the file is this rank
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o666)
         except FileExistsError:
             note(settings, place.rank, "a second process took steps as this rank; the first one is recorded")
@@ -141,6 +144,7 @@ class StepRows:
     def write(self, at_the_end: bool = False) -> None:
         """Write the rows of all steps that the device has ended."""
         lines = []
+        # in order: a step whose event has not passed keeps back those behind it
         while self._waiting and (self._waiting[0].mark is None or at_the_end or self._waiting[0].mark.query()):
             lines.append(json.dumps(self._row(self._waiting.popleft())) + "\n")
         os.write(self._file, "".join(lines).encode())
@@ -151,9 +155,11 @@ class StepRows:
         seconds, loading_s = step.seconds, None if step.seconds is None else step.taken.loading_s
         if step.mark is not None:  # what the loader took is hidden behind the device's work, as far as it can be
             if seconds is not None and self._last_mark is not None:
+                # milliseconds between two ends of steps on the device
                 seconds = self._last_mark.elapsed_time(step.mark) / 1e3
             self._last_mark, loading_s = step.mark, None
         losses = [float(each) for each in (*step.taken.first_losses, *step.taken.losses)]
+        # of several micro-batches: loops divide each loss by their number, so the sum is the mean
         loss = sum(losses) if losses else None
         taken = step.taken
         return [step.number, loss, seconds, taken.tokens, loading_s, taken.cpu_s, taken.activities]
@@ -193,6 +199,7 @@ def resident_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
+        # the second number: pages that are resident
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux
         return 0

@@ -64,12 +64,14 @@ class Settings:
         A step that is compiled ends inside a range that torch opens around compiled code. If one profiler stopped there
         and the next one started, the end of that range would write into the first, whose memory is freed by then.
         """
+        # steps 8:16 with one step of warm-up on a GPU: memory in step 5, warm-up in 7
         return self.first - warmup - 2
 
     def measures(self, rank: int, world_size: int, of_a_node: int) -> bool:
         """Return whether this rank is profiled, or only timed."""
         if self.ranks is not None:
             return rank in self.ranks
+        # of 64 ranks on nodes of 8 the first 8
         return world_size <= MOST_RANKS or rank < min(of_a_node, MOST_RANKS)
 
     def as_text(self) -> str:
@@ -106,5 +108,6 @@ def environment(settings: Settings, base: Collection[tuple[str, str]]) -> dict[s
     return {
         **variables,
         VARIABLE: settings.as_text(),
+        # Python imports `sitecustomize` from the first folder that has one
         "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *([above] if above else [])]),
     }

@@ -100,6 +100,7 @@ def _root_of(optimizers: Sequence[Any]) -> nn.Module | None:
             children.update(id(child) for child in thing.children())
     most, root = 0, None
     for elements, module in candidates:
+        # of nested modules the outermost, which is nobody's child
         if elements > most and id(module) not in children:
             most, root = elements, module
     return root
@@ -151,12 +152,14 @@ def _of_deepspeed(module: Any, optimizers: Sequence[Any]) -> Subject | None:
     if type(module).__name__ not in ("DeepSpeedEngine", "PipelineEngine"):
         return None
     stage = module.zero_optimization_stage()
+    # stage -> strategy, from the table of strategies
     strategy_of = {row.deepspeed_stage: row.name for row in STRATEGY_ROWS.values() if row.deepspeed_stage}
     precision = "fp32"
     if module.bfloat16_enabled():
         precision = "bf16"
     elif module.fp16_enabled():
         precision = "fp16"
+    # stage 0 all-reduces gradients, as DDP does
     engine = f"deepspeed-{stage}" if stage else "torch-ddp"
     return Subject(module, engine, strategy_of.get(stage, "no_shard"), {"precision": precision})
 
@@ -165,6 +168,7 @@ def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     engine = sys.modules.get("fsdplab.engine.module")
     if engine is None:  # a job that has not imported the engine does not train with it
         return None
+    # in the order of `modules`: the root first
     units = [part._unit_hooks.unit for part in module.modules() if isinstance(part, engine.FSDPModule)]
     if not units:
         return None
@@ -196,7 +200,9 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     mesh = groups[0].mesh_info.mesh
     if mesh.ndim > 1:
         strategy = "hybrid_shard"
+        # a mesh of replicas x ranks of a shard group
         settings["shard_size"] = mesh.size(mesh.ndim - 1)
+    # where parameters go after the forward: back to shards, or nowhere
     elif any(group.post_forward_mesh_info is not None for group in groups):
         strategy = "full_shard"
     else:
@@ -271,6 +277,7 @@ def holding_state(optimizer: Any) -> list[Any]:
     several = getattr(optimizer, "optimizers", None)
     if isinstance(several, list) and several and all(isinstance(part, Optimizer) for part in several):
         return all_holding_state(several)
+    # torch's name for the optimizer inside; other wrappers say `optimizer`
     attribute = "optim" if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else "optimizer"
     inner = getattr(optimizer, attribute, None)
     if isinstance(inner, Optimizer):

@@ -87,6 +87,7 @@ class Window:
     def between(self, ended: int, seconds: float, evaluated: bool) -> None:
         """Begin or end what is measured, after step `ended`, which took `seconds`, and before the next one."""
         self._ended = ended
+        # the step before the profiled ones gives the first reading, each later one a difference
         if self._settings.first - 1 <= ended < self._settings.end:
             self._note_core_wait()
         if evaluated and self._memory_step <= ended < self._settings.end:
@@ -100,8 +101,10 @@ class Window:
             self._profiler.step_done(seconds)
             if ended == self._settings.end - 1:
                 self._end_profile(self._profiler)
+        # the next step is the one whose memory is measured
         if ended + 1 == self._memory_step:
             self._if_no_other_profiles(self._begin_memory)
+        # on a GPU the profiler begins one step earlier
         if ended + 1 == self._settings.first - self._warmup and self._subject is not None:
             self._if_no_other_profiles(self._begin_profile)
 
@@ -112,6 +115,7 @@ class Window:
 
     def drop(self, why: str) -> None:
         """Measure nothing more, for a reason that is noted; nothing is said where nothing is being measured."""
+        # our own profiler calls the same hook when it starts
         if self._is_starting or (self._memory is None and self._profiler is None):
             return
         self._rows.note(why.format(step=self._ended + 1))
@@ -151,6 +155,7 @@ class Window:
             self._rows.note(note)
         if rank == 0:
             self._write("environment", _environment(self._place.device))
+        # before the step: of a job that dies in it the record says at least what it trained
         self._write("subject", subject.as_spec())
         self._observed = Observed(subject.model, self._optimizers, self._place)
         self._observed.begin()
@@ -167,6 +172,7 @@ class Window:
         )
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
+        # the analysis finds the step by this range
         self._open.enter_context(record_function(f"{profiler.RANGE}{self._memory_step}"))
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
@@ -186,6 +192,7 @@ class Window:
         steps = self._settings.end - self._settings.first
         self._profiler = profiler.StepProfiler(steps, self._warmup, self._place.device)
         self._profiler.begin(None)
+        # other engines' bytes are read from their traces
         if self._subject is not None and self._subject.engine == LAB:
             self._sent = _Sent()
             self._open.callback(events.subscribe(self._sent.on_event))
@@ -195,9 +202,11 @@ class Window:
         mailbox, rank = self._settings.mailbox, self._place.rank
         profiled = ended.save(mailbox.of(rank, TRACE), mailbox.folder)
         for kind in (TRACE, MEMORY_TRACE):
+            # a job has no ledger: its collectives are read from the traces
             leave_analysis(mailbox, rank, kind, [])
         sent = None
         if self._sent is not None:
+            # the count began with the profiler, so its warm-up steps are in it
             steps = self._settings.end - self._settings.first + self._warmup
             sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
         observed = {}
@@ -233,6 +242,7 @@ class Window:
         waited = waited_s(before, core_time(), torch.get_num_threads())
         if waited is None:
             return None
+        # 1 s without a core in 10 s: 0.9
         share = 1 - waited / (time.perf_counter() - began)
         return max(0.0, share)
 
@@ -244,6 +254,7 @@ class Window:
 def _environment(device: torch.device) -> dict[str, Any]:
     environment = capture_environment(device.type)
     if dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
+        # what the job's ranks really use, where GPUs' ranks usually have NCCL
         environment["backend"] = dist.get_backend()
     return environment
 
@@ -274,6 +285,7 @@ def ended_with_the_profile() -> Iterator[None]:
         yield
     finally:
         record_function.__enter__, record_function.__exit__ = enter, leave
+        # the innermost range first, as they would have ended
         for span in reversed(begun.values()):
             leave(span, None, None, None)
             span.run_callbacks_on_exit = False

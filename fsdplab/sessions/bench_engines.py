@@ -78,6 +78,7 @@ class Timing:
     @property
     def overlap(self) -> float | None:
         """The part of communication that was hidden, 0 to 1, in the median round."""
+        # a round that communicates for 40 ms and is blocked for 10 of them hides 0.75
         parts = [1 - blocked / total for blocked, total in zip(self.blocked, self.communicating) if total]
         if not parts:
             return None
@@ -105,6 +106,7 @@ class Bench:
 
     def ratio(self, timing: Timing, engine: str) -> float | None:
         """Return the median of `timing` over that of the first row of `engine`; None if it took no part."""
+        # an engine may have several rows, of other strategies: the first stands for it
         for other in self.timings:
             if other.engine == engine:
                 return timing.median / other.median
@@ -165,6 +167,7 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
     if not specs or rounds < 1:
         raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
     may_differ = ("engine", "strategy", "transport", "prefetch")
+    # all other fields must agree: the same work on the same network
     equal = [field.name for field in fields(RunSpec) if field.name not in may_differ]
     check_same("engines of a bench", specs, equal)
     if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
@@ -177,6 +180,7 @@ def _check(specs: Sequence[RunSpec], rounds: int) -> None:
 
 def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Bench:
     """Join the results of all ranks: a round is as slow as its slowest rank."""
+    # the limit comes first, as among the `setups` of `main`
     names = [(ALONE, ALONE, 1)]
     names += [(spec.engine, spec.strategy, spec.prefetch) for spec in specs]
     timings = []
@@ -205,6 +209,7 @@ def _slowest(by_rank: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
 
 def _least(parts: dict[str, list[float]], ranks: int) -> list[float]:
     """Return the seconds of one rank's rounds without communication, with one nth of the optimizer's step."""
+    # 80 ms of computing and an optimizer's step of 20 ms on 2 ranks: 90 ms
     return [compute + optimizer / ranks for compute, optimizer in zip(parts["compute"], parts["optimizer"])]
 
 
@@ -227,6 +232,7 @@ class Alone:
         start = time.perf_counter()
         total = 0.0
         for batch in batches:
+            # as in `one_step`: the mean over micro-batches, without an engine around it
             loss = self._loss_of(self.model, batch) / len(batches)
             loss.backward()
             total += loss.item()
@@ -257,6 +263,7 @@ def main(folder: str) -> None:
     traceback_of = of_own_code if specs[0].own_model else of_exception
     with rank_process(folder, backend, specs[0].device_type, traceback_of=traceback_of) as context:
         context.heartbeat.enter("build")
+        # every engine's model stays in memory for the whole bench, beside the one that trains alone
         alone = Alone(specs[0], context)
         engines = [build(spec, context) for spec in specs]
         setups: list[TrainingSetup | Alone] = [alone, *engines]
@@ -276,10 +283,12 @@ class _OptimizerWatch:
     def __init__(self, optimizer: Any) -> None:
         self.seconds: list[float] = []
         if isinstance(optimizer, torch.optim.Optimizer):
+            # minus the time of the start here, plus the time of the end there: the duration
             optimizer.register_step_pre_hook(lambda *_: self.seconds.append(-time.perf_counter()))
             optimizer.register_step_post_hook(self._ended)
 
     def _ended(self, *_: Any) -> None:
+        # the step has only launched its kernels
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[-1] += time.perf_counter()
@@ -298,6 +307,7 @@ class _Waits:
     def take(self) -> tuple[float, float] | None:
         """Return the seconds since the last call; None without a ledger."""
         rows, self._rows = self._rows, []
+        # one collective without a waiting time, and the sum would be too small to say anything
         waits = [waited for waited, _ in rows if waited is not None]
         if not rows or len(waits) < len(rows):
             return None
@@ -315,9 +325,11 @@ def _take_turns(
     losses = [0.0 for _ in setups]
     for step in range(WARMUP_ROUNDS + rounds):
         batches = [micro_batches(spec, workload, step, context.rank, context.device)]
+        # three engines: step 0 in the order 0 1 2, step 1 in 1 2 0
         for turn in range(len(setups)):
             index = (turn + step) % len(setups)  # no engine always follows the same one
             context.heartbeat.enter("bench", step)
+            # ranks come out of the engine before at different times: no engine's time includes that wait
             dist.barrier()
             start = time.perf_counter()
             losses[index] = setups[index].train_step(batches)

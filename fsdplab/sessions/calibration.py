@@ -125,6 +125,7 @@ def calibrate(
         time_limit=TIME_LIMIT,
         on_output=on_output,
     )
+    # ranks measured at the same time, as they compute in a run, and share what the machine has
     rates = Rates.mean_of([Rates.of(of_rank) for of_rank in values])
     return Calibration(ranks, rates, this_machine(), str(date.today()))
 
@@ -138,6 +139,7 @@ def keep(calibration: Calibration, path: Path | None = None) -> Path:
         earlier = []
     rows = []
     for other in earlier:
+        # figures of another machine or another torch are dropped with this
         if other.machine == calibration.machine and other.ranks != calibration.ranks:
             rows.append(asdict(other))
     rows.append(asdict(calibration))

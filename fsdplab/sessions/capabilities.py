@@ -174,6 +174,7 @@ def _gpus(torch: ModuleType) -> list[Capability]:
         return _without_gpus("none", driver_complaint(driver_cuda(), None))
     machine = ask("machine")
     gpus = machine.get("gpus", [])
+    # the probe's own failure, what keeps torch from all GPUs, or the first GPU whose kernel failed
     blocked = machine.get("error") or machine["blocks"]
     for gpu in gpus:
         blocked = blocked or gpu["error"]
@@ -183,6 +184,7 @@ def _gpus(torch: ModuleType) -> list[Capability]:
     advice = list(machine["advice"])
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         advice.append("CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it")
+    # "2.27.3" -> (2, 27, 3)
     nccl = tuple(map(int, machine["nccl"].split(".")))
     return [
         Capability("GPUs", True, f"{len(gpus)}: {', '.join(names)}", "; ".join(advice)),
@@ -265,6 +267,7 @@ def readiness(present: Mapping[str, bool], notes: Mapping[str, str]) -> list[Rea
         lacks = [name for name in needs if not present[name]]
         remedy = ""
         if lacks:
+            # without an extra the note of the first missing capability says what to do
             remedy = how_to_install(extra) if extra else notes[lacks[0]]
         elif use == _COURSE and not any(notebooks.glob("*.ipynb")):  # a copied package may lack them
             lacks = [f"notebooks in {notebooks}"]

@@ -95,13 +95,16 @@ class _Comparison:
         waiting, why_not = self._start_side_by_side()
         if not why_not:
             self._take_turns(waiting)
+        # their profiled steps, one run after the other
         for number, started in waiting.items():
             self._finish(number, started)
+        # not started so far, or their starter was lost: each runs alone from its beginning
         while missing := [number for number in range(len(self._specs)) if number not in self._records]:
             self._finish(missing[0], self._start(missing[0]))
         if why_not:
             self._run_the_first_again()
         records = [self._records[number] for number in range(len(self._specs))]
+        # a first run of a model of one's own says how long the others' steps take
         predict_from_the_first(list(zip(self._specs, records)))
         return records
 
@@ -127,9 +130,11 @@ class _Comparison:
     def _take_turns(self, waiting: dict[int, StartedRun]) -> None:
         """Let the runs take their timed steps in turn; one that ends meanwhile leaves the others going on."""
         rota = Rota()
+        # a run leaves the round when it has taken its timed steps, or ended
         while due := [number for number, run in waiting.items() if rota.turns[number] < run.spec.steps]:
             number = rota.next(due)
             if not self._waits(number, waiting[number], waiting[number].step):
+                # it has ended, and `_waits` has recorded it
                 del waiting[number]
 
     def _waits(self, number: int, run: StartedRun, act: Callable[[], bool]) -> bool:
@@ -150,6 +155,7 @@ class _Comparison:
             self._keep_failed(number, failed)
 
     def _keep_failed(self, number: int, failed: RanksFailed) -> None:
+        # nothing of the run itself failed, so it gets a second try; a second loss is recorded as a failure
         if isinstance(failed, StarterLost) and number not in self._lost:
             self._lost.add(number)
             self._note(f"{failed.report.message} {self._specs[number].strategy} is run again, after the others.")
@@ -162,6 +168,7 @@ class _Comparison:
         end: all others would too.
         """
         self._errors[number] = failed.report.error if _is_the_models(failed.report) else None
+        # with two runs none is left that raising could spare
         alike = self._errors.get(0) is not None and self._errors.get(0) == self._errors.get(1)
         if alike and self._specs[number].own_model and len(self._specs) > 2:
             raise failed
@@ -185,7 +192,9 @@ class _Comparison:
         finished = [number for number, record in sorted(self._records.items()) if record.status == "finished"]
         if not _are_timed([self._specs[number] for number in finished]):
             return
+        # the twin's step time is compared with none, so its drift says nothing
         first = next(number for number in finished if self._specs[number].engine != "twin")
+        # only its timed steps count
         spec = replace(self._specs[first], memory=False, card=None, profile=0)
         again = StartedRun(spec, None, _OnlyLooks(self._watcher), self._program)
         self.started.append(again)
@@ -211,6 +220,7 @@ class _OnlyLooks(Watcher):
 
 def _is_the_models(report: Failure) -> bool:
     """Return whether a run failed in its first step, not in an engine, which would be its traceback's last frame."""
+    # a failure of the model ends in its own file; where the last frame lies in this package, an engine has failed
     frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
     return not report.step and not (frames and f'"{PACKAGE}' in frames[-1])
 
@@ -260,6 +270,7 @@ class SpareMemory:
 
     def why_not(self, spec: RunSpec) -> str:
         """Return why a run of this spec cannot be started beside those that wait; "" where it can."""
+        # a run of at least 300 MB, beside one that holds 1.5 times its least: 2 * 1.5 * 300 = 900 MB
         known, needed = free_memory(), int(2 * self._excess * least_bytes(spec))
         free = _FREE_WHERE_UNKNOWN - self._predicted if known is None else known
         return "" if free >= needed else f"{size(free)} of memory are free, and a further run may need {size(needed)}"
@@ -268,6 +279,7 @@ class SpareMemory:
         """This run waits, and holds what it holds."""
         least = least_bytes(run.spec)
         self._predicted += least
+        # what a run really holds beyond its least, such as activations, is expected of further ones too
         self._excess = max(self._excess, run.resident_bytes() / least)
 
 
@@ -287,6 +299,7 @@ def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]
     open_ended = [spec for spec in specs if spec.emulate and not spec.link and spec.world_size > 1]
     if not open_ended:
         return list(specs)
+    # the target's ratio is about full sharding, so the link is calibrated on that
     trial = replace(
         open_ended[0],
         steps=1,
@@ -306,4 +319,5 @@ def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]
 def link_text(link: Link | None) -> str:
     """Return a record's link in the form of a spec: `358.736589MB/s,4.870254us`."""
     found = known(link)
+    # so many digits that the parsed link is the same to a part in a million
     return f"{known(found.bytes_per_s) / 1e6:.6f}MB/s,{known(found.latency_s) * 1e6:.6f}us"

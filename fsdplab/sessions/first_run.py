@@ -65,6 +65,7 @@ def step_here(base: RunRecord, spec: RunSpec) -> StepHere | None:
     longer = 1 + max(0.0, profile.overhead or 0.0)
     copying_s = copying / longer
     optimizer_s = (profile.optimizer_s - (profile.exchange_s or 0.0)) / longer
+    # the same work under the choices of the run that was measured
     of_base: dict[str, Any] = {name: base.spec.get(name) for name in _PLAYED}
     base_spec = replace(spec, card=None, **of_base)
     version = _version(spec)
@@ -77,6 +78,7 @@ def step_here(base: RunRecord, spec: RunSpec) -> StepHere | None:
     if sent and not base_sent:
         return None  # the run sent nothing, so nothing is known of copies
     new_copying_s = copying_s * sent / base_sent if base_sent else 0.0
+    # one rank updated all, two ranks a half each: half the seconds
     new_optimizer_s = optimizer_s * _updated_by(base_spec) / _updated_by(spec)
     play = _player(spec, new_optimizer_s)
     return StepHere(play(host_s - copying_s + new_copying_s), measured.scatter, str(base.spec["strategy"]))
@@ -147,6 +149,7 @@ def _updated_by(spec: RunSpec) -> int:
     """Return how many ranks share the optimizer's step."""
     if not spec.row.cuts:
         return 1
+    # ranks of one shard group: each updates its shard
     return spec.world_size // spec.replicas
 
 
@@ -159,6 +162,7 @@ def _player(spec: RunSpec, optimizer_s: float) -> Callable[[float], float]:
     program = program_of(work)
 
     def play(host_s: float) -> float:
+        # by how much forward and backward on this machine exceed those on the steady card
         longer = host_s / (work.compute_s - optimizer_s)
         return simulate_program(_slowed(work, longer), program, spec.link_queues).step_s
 
@@ -177,9 +181,11 @@ def _slowed(work: StepWork, longer: float) -> StepWork:
 def _host_seconds(spec: RunSpec, version: str, optimizer_s: float, measured_s: float) -> float | None:
     """Find the host's seconds at which a step takes as long as measured, by bisection; None where 0 is too long."""
     play = _player(spec, optimizer_s)
+    # the host cannot work for longer than the step lasts
     low, high = 0.0, measured_s
     if play(low) > measured_s:
         return None
+    # 40 halvings of a step of 1 s leave a picosecond
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if play(middle) > measured_s:

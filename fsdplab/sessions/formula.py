@@ -33,11 +33,13 @@ def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
         strategy,
         spec.world_size,
         param_itemsize=run.itemsize,
+        # gradients are reduced in float32 under bf16 too
         reduce_itemsize=4,
         micro_batches=spec.micro_batches,
         replicas=spec.replicas if strategy in IN_GROUPS else 1,
     )
     if spec.optimizer == "muon":
+        # Muon's step communicates too: momentum to the owners of matrices, where shards are cut, and updates back
         rows += owners_step(spec, strategy).traffic()
     return rows
 
@@ -65,11 +67,13 @@ def lab_run(spec: RunSpec) -> LabRun:
 
 def step_choices(spec: RunSpec) -> StepChoices:
     """Return what of a run counts for its memory whatever it trains, under AdamW."""
+    # 8 ranks in 2 groups: 4 shards, 2 replicas; a strategy that cuts nothing has 1 shard, 8 replicas
     shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return StepChoices(
         strategy=spec.strategy,
         shards=shards,
         replicas=spec.world_size // shards,
+        # bytes of an element as it is gathered and computed with
         itemsize=2 if spec.precision == "bf16" else 4,
         micro_batches=spec.micro_batches,
         prefetch=spec.prefetch,

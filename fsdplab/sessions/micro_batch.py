@@ -73,6 +73,7 @@ class Trainable(Protocol):
 
 def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatch:
     """Record the first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
+    # drawn with values, which the second way needs; fake tensors are made of it for the first
     batch = workload.batch(At(0, 0, choices.world_size, seed=choices.seed))
     try:
         with unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -109,6 +110,7 @@ def without_values(model: nn.Module) -> nn.Module:
         return fakes[id(tensor)]
 
     for module in model.modules():
+        # `__dict__` holds tensors that are plain attributes, such as masks and tables of positions
         for attributes in (module._parameters, module._buffers, module.__dict__):
             for name, value in [*attributes.items()]:
                 if isinstance(value, Tensor):
@@ -121,11 +123,13 @@ def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordCh
     runtime, stored = _hooked(model, choices, log)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     for tensor in (*model.buffers(), *tensors):
+        # they are there before the micro-batch, and counted apart
         log.know(tensor)
     with log:
         loss = workload.loss(model, batch)
         with log.between_nodes(loss):
             loss.backward()
+        # else its storage would outlive the recording
         del loss
     return MicroBatch(
         {name: stored[name] for name in runtime.units},
@@ -317,6 +321,7 @@ class StorageLog(TorchDispatchMode):
         parameter.grad = None  # which frees it, so the last events have its end
         number = self._same.get(number, number)
         at = len(self._events) - 1
+        # back to where the gradient's storage was freed: from there on the unit holds it
         while self._events[at] != Free(number):
             at -= 1
         self._events.insert(at, Gradient(unit, name, number))
@@ -341,9 +346,11 @@ class StorageLog(TorchDispatchMode):
             _have(tensor, nbytes)
         numbers = [self._see(tensor) for tensor in results]
         new = [number for number in numbers if number]
+        # a tensor with two uses has two gradients, which autograd adds here; it may write into either term
         if self._between and func is torch.ops.aten.add.Tensor and new:
             self._summed = new[0], {self._number(term) for term in args[:2] if _may_be_written(term)}
         if taken.scratch:
+            # begins and ends inside the operator, at whose peak it counts
             self._events += [Allocate(SCRATCH, taken.scratch, "activations"), Free(SCRATCH)]
         self._count(func, args, given, result, bool(new))
         return result
@@ -356,7 +363,9 @@ class StorageLog(TorchDispatchMode):
         key = (self.unit, phase)
         flops_of = flop_registry.get(func._overloadpacket)
         if flops_of is not None:
+            # a product of [m, k] and [k, n]: 2 m k n
             self.flops[key] = self.flops.get(key, 0) + flops_of(*args, **given, out_val=result)
+        # every argument is read and every result written once
         elif makes or func._schema.is_mutable:
             nbytes = 0
             for leaf in tree_leaves((args, given, result)):
@@ -378,6 +387,7 @@ class StorageLog(TorchDispatchMode):
         self._begun += 1
         self._numbers[storage._cdata] = self._begun
         self._events.append(Allocate(self._begun, storage.nbytes(), "activations"))
+        # called when the last tensor of the storage is gone, views included
         weakref.finalize(storage, self._end, storage._cdata, self._begun)
         return self._begun
 
@@ -434,6 +444,7 @@ def _nodes(loss: Tensor) -> list[Any]:
         if node is None or node in nodes or node.name() == "torch::autograd::AccumulateGrad":
             continue
         nodes[node] = None
+        # edges lead from a result to its inputs: from the loss to all that it depends on
         waiting += [next_node for next_node, _ in node.next_functions]
     return list(nodes)
 

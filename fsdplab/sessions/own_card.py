@@ -79,6 +79,7 @@ def measure_card(seconds: float, on_progress: Callable[[str], None] = lambda wha
     """Measure for about so many seconds; `on_progress` gets what is being measured."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, nbytes = _MOST[device]
+    # one part for products, one for memory, one for the link
     part_s = seconds / 3
     on_progress("matrix products in bfloat16")
     products = _rate(lambda size: _product(device, size), 256, rows, part_s)
@@ -126,7 +127,9 @@ def _rate(make: Callable[[int], tuple[Callable[[], None], float]], size: int, mo
     times = [timed(work) for _ in range(3)]
     while time.perf_counter() < end:
         times.append(timed(work))
+    # the three quartiles of the repetitions
     low, middle, high = statistics.quantiles(times, n=4)
+    # the fastest repetition, which other processes disturbed least
     return Rate(amount / min(times), (high - low) / middle, len(times))
 
 
@@ -138,6 +141,7 @@ def _product(device: str, size: int) -> tuple[Callable[[], None], float]:
         torch.matmul(left, right, out=result)
         _wait(device)
 
+    # a multiplication and an addition for each of size x size x size
     return work, 2.0 * size**3
 
 
@@ -150,6 +154,7 @@ def _copy(source: str, target: str, nbytes: int, passes: int) -> tuple[Callable[
         copy.copy_(original)
         _wait(source)
 
+    # memory is read and written: 2 passes; a link carries each byte once
     return work, float(passes * nbytes)
 
 

@@ -58,6 +58,7 @@ def _stepped(task: Workload, model: nn.Module) -> OwnStep:
         return OwnStep(why_not=WHOLE)
     events: list[Event] = []
     for _ in range(2):
+        # the events of the second step stay: the first one's hold the new state too
         events = _step(optimizer, parameters)
     nbytes = 0
     for parameter, state in optimizer.state.items():
@@ -71,6 +72,7 @@ def _stepped(task: Workload, model: nn.Module) -> OwnStep:
                 )
             nbytes += value.numel() * value.element_size()
     elements = sum(parameter.numel() for parameter in parameters)
+    # AdamW keeps two float32 values an element: 8.0 bytes
     return OwnStep(nbytes / elements, _most(events))
 
 
@@ -80,6 +82,7 @@ def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) 
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
+                # state of the step before is no temporary of this one
                 log.know(value)
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

@@ -82,6 +82,7 @@ def predict_own(spec: RunSpec) -> Prediction:
         return Prediction(None, None, None, None, None, recording)
     own_step = own_step_of(spec)
     prediction = predict_recorded(spec, recording, own_step)
+    # the bytes sent follow from the parameters alone, the memory does not
     if own_step and own_step.why_not:
         return replace(prediction, by_category=None, fits=None, why_not=own_step.why_not)
     return prediction
@@ -94,6 +95,7 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None =
     """
     why_not = _not_modelled(spec)
     choices = step_choices(spec)
+    # groups of ranks that hold the same shards
     replicas = spec.replicas if spec.row.in_groups else 1
     traffic = recorded_traffic(recording, spec.strategy, spec.world_size, replicas, spec.micro_batches)
     if own is not None:
@@ -101,6 +103,7 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None =
             choices, foreach=False, state_bytes=own.state_bytes, step_scratch=own.scratch // choices.shards
         )
     elif spec.optimizer == "muon":
+        # each matrix has an owner among the ranks of a shard group, which gets its momentum and sends its update
         stepping = recorded_muon(recording, spec.world_size // replicas, not spec.row.cuts)
         packed, other = stepping.held
         state = recorded_state_bytes(recording)
@@ -117,9 +120,11 @@ def _prediction(
 ) -> Prediction:
     fits = None
     if peak is not None and spec.card is not None:
+        # both in bytes; without a card or a peak it stays None
         fits = sum(peak.values()) <= spec.card
     step_s, exposed_s = None, None
     if step:
+        # CPU ranks copy themselves, so all of communication is exposed
         step_s, exposed_s = step.step_s, step.communication_s
     sent = sum(row.step_bytes for row in traffic)
     return Prediction(peak, sent, step_s, exposed_s, fits, why_not)
@@ -127,6 +132,7 @@ def _prediction(
 
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
     """Return the parts of a step; None where no rates are measured, or for another number of ranks."""
+    # rates depend on how many ranks share cores and memory
     if calibration is None or calibration.ranks != spec.world_size or not _has_rates(spec):
         return None
     run = lab_run(spec)

@@ -132,6 +132,7 @@ def lines_of(events: Sequence[Event]) -> list[str]:
     alive: list[int] = []  # storages, the newest last
 
     def age(storage: int) -> int:
+        # 1 for the newest: in any layer the same line names the same storage
         return len(alive) - alive.index(storage)
 
     for event in events:
@@ -144,6 +145,7 @@ def lines_of(events: Sequence[Event]) -> list[str]:
         elif isinstance(event, Gradient):
             lines.append(f"gradient {_short(event.unit, event.parameter)} {age(event.storage)}")
         else:
+            # the file has no column for options of a call, which are their defaults here
             if event != Call(event.method, event.unit):
                 raise ValueError(f"{event} cannot be kept; expected a forward in training, which is not hidden")
             lines.append(f"call {event.method} {_short(event.unit)}".rstrip())
@@ -154,6 +156,7 @@ def _factors(event: Allocate) -> str:
     """Write the bytes of a storage as a product of sizes: 4*B*T*C."""
     if event.storage == SCRATCH and event.nbytes in _SCRATCH_OF_ATTENTION:
         return _SCRATCH_OF_ATTENTION[event.nbytes]
+    # 160468 bytes = 4 * 7 * 521 * 11: 4*B*T*C
     letters = [letter for letter, size in SIZES.items() if event.nbytes % size == 0]
     constant = event.nbytes // prod(SIZES[letter] for letter in letters)
     if constant not in _CONSTANTS:
@@ -181,6 +184,7 @@ def parts_of(lines: Sequence[str]) -> dict[str, list[str]]:
     second_forward = lines.index("call before_forward blocks.1")
     second_backward = lines.index("call before_backward blocks.1")
     first_backward = lines.index("call before_backward blocks.0")
+    # both blocks have equally many lines, so the second ends as far behind its beginning as the first
     loss = second_forward + (second_forward - first_forward)
     end = first_backward + (first_backward - second_backward)
     return {

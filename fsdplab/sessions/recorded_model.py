@@ -39,6 +39,7 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
     precision = "bf16" if spec.param_bytes == 2 else "fp32"
     task = workload_in(path)
     try:
+        # one rank's batch, seed 0: only shapes count
         recording = _recorded(task, "auto", precision, spec.checkpointing, 1, 0, on_card=True)
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from error
@@ -77,6 +78,7 @@ def unit_classes(spec: RunSpec) -> tuple[str, ...]:
 def own_step_of(spec: RunSpec) -> OwnStep | None:
     """Return the step of the optimizer that a run's model brings in place of the run's; None where it brings none."""
     workload = workload_of(spec)
+    # a model without optimizer(parameters) is stepped by the run's
     brings = isinstance(workload, Workload) and "optimizer" in workload.functions
     return own_step(workload, spec.seed) if brings else None
 

@@ -81,6 +81,7 @@ def call_on_ranks(
             mailbox = Mailbox(Path(folder))
             torch.save(payload, mailbox.folder / "payload")
             program = ["-m", "fsdplab.sessions.remote_call", folder, str(source), function_name, device]
+            # nobody listens: the files of no rank are followed
             output = LiveOutput(mailbox, world_size if on_output else 0, on_output or (lambda rank, line: None))
             try:
                 run_ranks(
@@ -94,6 +95,7 @@ def call_on_ranks(
 
 
 def _collect(mailbox: Mailbox, world_size: int) -> RankValues:
+    # weights_only: what a learner's rank has written can run no code here
     handed_over = [torch.load(mailbox.of(rank, "result"), weights_only=True) for rank in range(world_size)]
     return RankValues(
         [result["value"] for result in handed_over],
@@ -112,6 +114,7 @@ def main(folder: str, source: str, function_name: str, device: str) -> None:
         payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
         context.heartbeat.enter(function_name)
+        # `function(payload)`; else the three arguments of the docstring
         takes_one = len(inspect.signature(function).parameters) == 1
         value = function(payload) if takes_one else function(context.rank, context.world_size, payload)
         unsupported = unsupported_type(value)
@@ -126,6 +129,7 @@ def _module(source: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(source.stem, source)
     assert spec is not None and spec.loader is not None, f"{source} is no Python file"
     module = importlib.util.module_from_spec(spec)
+    # dataclasses and pickle look a class's module up there
     sys.modules[source.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -54,6 +54,7 @@ class Room:
         """How many learners fit into the free memory, each with a kernel and two ranks of the default model."""
         if self.free_bytes is None or not self.bytes_a_rank:
             return None
+        # 128 GB // (2 * 640 MB + 260 MB) = 83
         return self.free_bytes // (RANKS_OF_A_LEARNER * self.bytes_a_rank + KERNEL_BYTES)
 
     @property
@@ -90,5 +91,6 @@ def measure_room() -> tuple[RunRecord, Room]:
     highest = _Highest()
     spec = RunSpec(steps=1, world_size=RANKS_OF_A_LEARNER, device="cpu")
     record = run(spec, directory=temporary_folder("room"), watcher=highest)
+    # the starter's memory is counted to the ranks: a learner has a starter too
     bytes_a_rank = highest.bytes // RANKS_OF_A_LEARNER or None
     return record, Room(cores(), free, bytes_a_rank)

@@ -121,6 +121,7 @@ class StartedRun:
     def finish(self) -> RunRecord:
         """Let the run go on to its end, and return its saved record. RanksFailed as `run`."""
         if self._ranks.turns is not None:
+            # ranks that wait for a turn take all remaining steps, the profiled ones too
             self._ranks.turns.tell(TO_THE_END)
         self._watch(to_the_end=True)
         end_ranks([self._ranks])
@@ -193,6 +194,7 @@ class _Follower:
 def reachable(spec: RunSpec) -> dict[str, Any]:
     """Return the spec as ranks read it, which start in another folder and see the GPUs only where they run on them."""
     settings = spec.as_dict()
+    # `auto` is decided by the caller, so that all ranks run on the same
     settings["device"] = spec.device_type
     settings["text"] = _absolute(spec.text) if spec.text else None
     if spec.own_model:
@@ -226,6 +228,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     for rank in ranks:
         steps += read_lines(mailbox.of(rank, "steps"))
         ledger += read_lines(mailbox.of(rank, "ledger"))
+    # a rank that failed has left no result, and the record has the rows of its steps
     results = [*mailbox.reports("result").values()]
     for result in results:
         life += result["life"]
@@ -234,6 +237,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
         memory_rows += peak["rows"]
     trace_tables = {}
     if spec.profile:
+        # the number of the first step under the profiler: profiled steps are last
         first = spec.untimed + spec.steps
         trace_tables = tables_of(ranks, mailbox, ledger, folder, first, spec.as_dict())
     summary = summarise(spec, steps, ledger, memory, _samples(mailbox), results, trace_tables)
@@ -282,6 +286,7 @@ def _provenance(spec: RunSpec) -> dict[str, str]:
     others = {"formula_bytes_per_step": "simulated"}
     if spec.card is not None:
         others["card"] = "emulated"
+    # CPU ranks have one memory: which of it is beside the card is bookkeeping
     if spec.offload != "none" and spec.device_type == "cpu":
         others["host_memory_beside_the_card"] = "emulated"
     if spec.linked and spec.engine != "twin":

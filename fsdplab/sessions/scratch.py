@@ -78,6 +78,7 @@ def taken_by(func: Any, args: tuple, result: Any) -> Taken:
             nbytes += value.numel() * value.element_size()
             leaves.append(_Like(tuple(value.shape), value.stride(), value.dtype))
         else:
+            # lists of strides and paddings cannot be hashed
             leaves.append(tuple(value) if isinstance(value, list) else value)
     if nbytes > MOST:
         return Taken()
@@ -94,9 +95,11 @@ def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
             result = func(*args)
     results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
     now = peak = 0
+    # in the order of time: +bytes where one begins, -bytes where it ends
     for _, nbytes in sorted(_changes(profiled.profiler.kineto_results.experimental_event_tree())):
         now += nbytes
         peak = max(peak, now)
+    # what is alive at the end are the results
     return Taken(peak - now, results)
 
 

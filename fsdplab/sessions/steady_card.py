@@ -100,7 +100,9 @@ def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
     of one's own it holds the name, and a recording has the rest.
     """
     link = parse_link(spec.link or "")
+    # a plan reaches a part of a link's rate; divided by it before, the run's link is reached in full
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
+    # 8 ranks with a shard size of 4: 2 groups
     groups = spec.world_size // (spec.shard_size or spec.world_size)
     across = sheet_rate(parse_link(spec.link_across).bytes_per_s, groups) if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9
@@ -113,6 +115,7 @@ def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
         model=shape,
         gpu=card,
         gpus=spec.world_size,
+        # a shard group is a node, so `across` is what its groups meet
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
         strategy=spec.strategy,
         shard_size=spec.shard_size,

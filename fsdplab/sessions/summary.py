@@ -88,6 +88,7 @@ def measured(steps: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]) -> S
     by_rank = dict(sorted(memory.items()))
     peak = Peak()
     if by_rank:
+        # one rank's categories, so that they add up to the peak
         worst = max(by_rank.values(), key=lambda row: row["total"])
         peak = Peak(worst["total"], worst["by_category"])
     workspaces = [row.get("workspaces") or 0 for row in by_rank.values()]
@@ -123,6 +124,7 @@ def cpu_share(steps: Sequence[Row]) -> float | None:
             continue
         if row.get("core_wait_s") is None:
             return None
+        # the readings lie just outside of the step's clock: no share falls below 0
         waited[row["rank"]] += min(row["core_wait_s"], seconds)
         total[row["rank"]] += seconds
     return min((1 - waited[rank] / total[rank] for rank in total if total[rank]), default=None)
@@ -138,9 +140,11 @@ def mean_losses(steps: Sequence[Row]) -> tuple[float | None, ...]:
     ranks = max(map(len, by_step.values()), default=0)
     means: list[float | None] = []
     for _, losses in sorted(by_step.items()):
+        # some rank ended before it had finished this step
         if len(losses) < ranks:
             continue
         mean = sum(losses[rank] for rank in sorted(losses)) / ranks
+        # JSON has no nan
         means.append(mean if math.isfinite(mean) else None)
     return tuple(means)
 
@@ -187,6 +191,7 @@ def communication(tables: Tables, world_size: int | None, sent: Comm | None, blo
     cost = exposure(tables.get("breakdown", []))
     if world_size == 1:
         cost = dict.fromkeys(cost, 0.0) | {"overlap": None}  # nothing travels
+    # the lab's engine has a ledger; what others sent is in their traces alone
     if sent is None:
         counted = skew.sent_per_step(tables.get("collectives", []), world_size or 1)
     else:
@@ -205,6 +210,7 @@ def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:
             if row["waited_ns"] is None:
                 return None
             waits[row["rank"]][row["step"]] += row["waited_ns"]
+    # rank 0 blocked for 10, 12, 50 ms and rank 1 for 20, 22, 24: medians 12 and 22, so 22 ms
     medians = [statistics.median(of_steps.values()) for of_steps in waits.values()]
     if not medians:
         return None
@@ -218,4 +224,5 @@ def overhead(profiled_s: Sequence[Sequence[float]], timed_median: float | None) 
     medians = [statistics.median(seconds) for seconds in profiled_s if seconds]
     if not medians or not timed_median:
         return None
+    # 1.08 s for 1.00 s: 0.08
     return max(medians) / timed_median - 1

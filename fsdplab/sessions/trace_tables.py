@@ -49,6 +49,7 @@ def leave_analysis(
         return
     steps = [vars(step) for step in analysis.steps]
     content = [analysis.world_size, analysis.device, steps, vars(analysis.no_step), vars(analysis.origin)]
+    # arrays are written as lists
     text = json.dumps(content, default=lambda value: value.tolist())
     mailbox.of(rank, kind + _SUFFIX).write_text(text)
 
@@ -117,10 +118,13 @@ def tables_of(
             memory_traces[rank] = memory_trace
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
     for analysis in analysed(traces, TRACE):
+        # the profiler's step 0 is step `first` of the run
         _add(tables, analysis, TABLES, shift=first)
     for analysis in analysed(memory_traces, MEMORY_TRACE):
+        # the measured step's range carries the run's own number already
         _add(tables, analysis, ("timeline",), shift=0)
     for path in memory_traces.values():
+        # of this trace only the timeline is kept
         path.unlink()
     for rank in ranks:
         _keep(mailbox.of(rank, "snapshot.pickle.gz"), folder / "snapshots")

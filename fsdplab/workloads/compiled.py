@@ -41,12 +41,14 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
 def compile_modules(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
     """Have each of these modules compiled at its first forward, as `compile_blocks` does for blocks."""
     for module in modules:
+        # the same object with the same parameters, and another `forward`
         module.__class__ = _compiled(module.__class__, backend)
 
 
 @cache
 def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     """Return a subclass of `kind`, one a class and backend, so that all its instances share one cache of graphs."""
+    # fullgraph: a break inside of a block would be an error, not a second graph
     forward = torch.compile(kind.forward, backend=backend, fullgraph=True)
     return type(f"Compiled{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
@@ -54,6 +56,7 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
 def missing_compiler(device_type: str) -> str | None:
     """Return what `torch.compile` lacks here for `device_type`; None where nothing is known to be missing."""
     if device_type == "cpu":
+        # on a CPU inductor writes C++, on a GPU triton
         found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         return None if found else "a C++ compiler (g++)"
     if importlib.util.find_spec("triton") is None:

@@ -52,6 +52,7 @@ def _shape_of_kind(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        # utf-8-sig: some editors put a byte order mark before the text
         config = json.loads(read_file(path, _LARGEST_FILE).decode("utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}; give a known model, or a config.json") from None
@@ -100,6 +101,7 @@ class _Config:
 def _head_width(config: _Config, width: int, heads: int) -> int:
     if config.config.get("head_dim") is None and width % heads:
         raise ModelError(f"{config.name}: {heads} heads do not divide the width {width}; expected that they do")
+    # 4096 / 32 = 128; newer models say `head_dim`, whose heads together may be wider than the model
     usual = max(1, width // heads)
     return config.size("head_dim", usual)
 
@@ -113,6 +115,7 @@ def _like_llama(config: _Config, **changed: Any) -> ModelShape:
         layers=config.size("num_hidden_layers"),
         width=width,
         heads=heads,
+        # absent: as many as heads, without grouped queries
         kv_heads=config.size("num_key_value_heads", heads),
         head_width=_head_width(config, width, heads),
         ffn=config.size("intermediate_size"),
@@ -166,6 +169,7 @@ def _deepseek(config: _Config) -> ModelShape:
         count=config.size("n_routed_experts"),
         per_token=config.size("num_experts_per_tok"),
         ffn=ffn,
+        # two shared experts of 1,536 channels work as one of 3,072
         shared_ffn=ffn * config.size_or_none_as_0("n_shared_experts"),
         dense_layers=config.config.get("first_k_dense_replace") or 0,
     )
@@ -176,8 +180,10 @@ def _deepseek(config: _Config) -> ModelShape:
     return _like_llama(
         config,
         mixture=experts,
+        # each head has a key and a value of its own, made from the narrow ones
         kv_heads=config.size("num_attention_heads"),
         latent=Latent(query_rank, config.size("kv_lora_rank"), rotary_width, value_width),
+        # channels without and with a position
         head_width=config.size("qk_nope_head_dim") + rotary_width,
     )
 
@@ -296,7 +302,7 @@ _READERS = {
     "gemma2": lambda config: _gemma(config, norms=4),
     "gemma3_text": lambda config: _gemma(config, norms=4, query_key_norm=True),
     "gemma3": lambda config: _gemma(config, norms=4, query_key_norm=True),
-    "olmo": lambda config: _like_llama(config, norms=0),
+    "olmo": lambda config: _like_llama(config, norms=0),  # its norms have no weights
     "olmo2": lambda config: _like_llama(config, wide_query_key_norm=True),
     "olmo3": lambda config: _like_llama(config, wide_query_key_norm=True),
     "smollm3": lambda config: _like_llama(config, tied=config.flag("tie_word_embeddings", True)),

@@ -59,8 +59,10 @@ def block_plan(block: nn.Module, sequence_parallel: bool = False) -> dict[str, P
     plan: dict[str, ParallelStyle] = {}
     for name in _COLUMNS:
         if name in inside:  # a GPT has no gate
+            # torch counts by outputs: "column-wise" keeps some rows of the stored weight (outputs, inputs)
             plan[name] = ColwiseParallel()
     for name in _ROWS:
+        # each rank has a partial sum: all-reduced, or reduce-scattered along T
         plan[name] = RowwiseParallel(output_layouts=stream)
     # Stated once for all projections that read it: so its gradient is summed once, not once for each.
     for name in ("attention", "feed_forward"):
@@ -116,6 +118,7 @@ class GPTStage(nn.Module):
         if self.begins:
             self.token_embedding = nn.Embedding(config.vocabulary, config.width)
             self.position_embedding = nn.Embedding(config.positions, config.width)
+        # by their numbers in the whole model, so that names agree
         self.blocks = nn.ModuleDict({str(index): GPTBlock(config) for index in range(first, last)})
         if self.ends:
             self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
@@ -142,6 +145,7 @@ def stage_span(layers: int, stage: int, stages: int) -> tuple[int, int]:
         raise ModelError(f"stage must be from 0 to stages - 1 = {stages - 1}, got {stage}")
     if stages > layers:
         raise ModelError(f"{layers} blocks cannot fill {stages} pipeline stages; expected at most one stage a block")
+    # 5 blocks on 3 stages: 1 each, and the first two take one more
     share, rest = divmod(layers, stages)
     first = stage * share + min(stage, rest)
     return first, first + share + (stage < rest)

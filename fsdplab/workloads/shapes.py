@@ -50,6 +50,7 @@ class Parameter:
         if self.cut == WHOLE or ranks == 1:
             return self
         first, *rest = self.shape
+        # a weight is (outputs, inputs): cut by rows each rank makes some outputs, by columns it reads some inputs
         if self.cut == ROWS:
             return replace(self, shape=(_share(first, ranks), *rest))
         return replace(self, shape=(first, _share(rest[0], ranks)))
@@ -60,6 +61,7 @@ class Parameter:
             return self
         rows, *rest = self.shape
         held = _share(self.experts, ranks)
+        # 8 experts of 14,336 rows on 4 ranks: 2 experts, 28,672 rows
         rows_of_an_expert = rows // self.experts
         return replace(self, shape=(rows_of_an_expert * held, *rest), experts=held)
 
@@ -210,6 +212,7 @@ class ModelShape:
             return "it has norms of query and key"
         if self.parallel:
             return "its two halves read the same input"
+        # one value where all agree: {True} of a GPT, {False} of a Llama
         biases = {self.norm_bias, self.qkv_bias, self.output_bias, self.ffn_bias}
         if biases != {not self.gated}:
             return "a GPT here has all biases, and a Llama none"
@@ -266,6 +269,7 @@ class ModelShape:
         norms: list[Parameter] = []
         for name in names[: self.norms]:
             norms += self._norm(name, self.width)
+        # a norm with a bias is two parameters, so the attention's part is half of the list
         half = len(norms) // 2
         output = _linear("output", self.width, self.value_width, COLUMNS, self.output_bias)
         feed_forward = _mixture(self) or self._feed_forward("", self.ffn)
@@ -319,6 +323,7 @@ class ModelShape:
         """Parameters of the whole model, tied ones once."""
         blocks = self.layers * self.block_parameters
         if self.mixture and self.mixture.dense_layers:
+            # counted as mixtures above: the difference to a dense block for each
             dense = self.mixture.dense_layers
             blocks += dense * (self.dense_block.block_parameters - self.block_parameters)
         return blocks + self.root_parameters
@@ -330,6 +335,7 @@ class ModelShape:
         if experts is None:
             return self.parameters
         routed = sum(parameter.count for parameter in self.block if parameter.experts)
+        # Mixtral's tokens take 2 of 8 experts: three quarters of their parameters are unused
         unused = routed - routed * experts.per_token // experts.count
         return self.parameters - (self.layers - experts.dense_layers) * unused
 
@@ -362,6 +368,7 @@ def _query_key_norms(shape: ModelShape) -> list[Parameter]:
     if shape.wide_query_key_norm:
         query, key = shape.query_width, shape.kv_width
     elif shape.query_key_norm:
+        # one weight for the D channels of a head, shared by all heads
         query = key = shape.head_width
     else:
         return []
@@ -379,7 +386,9 @@ def _qkv_of(shape: ModelShape) -> list[Parameter]:
     if latent.query_rank:
         parameters += _linear("query_down", latent.query_rank, C, WHOLE, shape.qkv_bias)
         parameters.append(Parameter("query_down_norm.weight", (latent.query_rank,)))
+    # H x D rows, from the narrow query or from the token
     parameters += _linear("query", shape.query_width, latent.query_rank or C, ROWS, False)
+    # keys and values share one narrow input; the channels that are turned by position come beside it
     parameters += _linear("kv_down", latent.kv_rank + latent.rotary, C, WHOLE, shape.qkv_bias)
     parameters.append(Parameter("kv_down_norm.weight", (latent.kv_rank,)))
     # the rotary channels of a key are made by kv_down
@@ -396,6 +405,7 @@ def _mixture(shape: ModelShape) -> tuple[Parameter, ...]:
     C, E, F = shape.width, experts.count, experts.ffn
     parameters = [
         Parameter("router.weight", (E, C)),
+        # the matrices of all experts, one below the other
         Parameter("experts.gate.weight", (E * F, C), ROWS, E),
         Parameter("experts.up.weight", (E * F, C), ROWS, E),
         Parameter("experts.down.weight", (E * C, F), COLUMNS, E),

@@ -78,6 +78,7 @@ class ByteText:
 
     @property
     def _train_bytes(self) -> int:
+        # of 105 bytes 95: the rest of the division is trained on
         return len(self) - len(self) // VALIDATION_SHARE
 
     @cached_property
@@ -122,9 +123,12 @@ class ByteText:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.require(sequence_length, split)
         part = self._split(split)
+        # seeded by its place: any process can draw the batch of any rank and step again
         draw = random.Random(f"{seed}/{split}/{step}/{rank}/{micro_batch}")
+        # the last start leaves T + 1 bytes
         starts = torch.tensor([draw.randrange(part.numel() - sequence_length) for _ in range(batch_size)])
         windows = part[starts[:, None] + torch.arange(sequence_length + 1)].long()  # (B, T + 1)
+        # the target of each token is the byte behind it
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _split(self, split: str) -> Tensor:
@@ -176,6 +180,7 @@ def _texts_below(folder: Path) -> list[Path]:
     for file in folder.rglob("*"):
         if file.suffix in TEXT_SUFFIXES and file.is_file():
             files.append(file)
+            # sizes alone, before any file is read
             nbytes += file.stat().st_size
             if nbytes > MOST_BYTES:
                 raise _too_large(folder)

@@ -87,6 +87,7 @@ class Rotary(nn.Module):
         T = x.shape[-2]
         cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)
         first, second = x.chunk(2, dim=-1)  # (B, *, T, D/2) each
+        # (a, b) turned by t: (a cos t - b sin t, b cos t + a sin t)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return turned.to(x.dtype)  # the tables are float32, so a bfloat16 x was turned in float32
 
@@ -102,6 +103,7 @@ def rotary_frequencies(head_width: int, base: float, scaling: RotaryScaling | No
     if scaling is None:
         return frequencies
     turns = scaling.original_context * frequencies / (2 * math.pi)  # whole turns within the original context
+    # 1: as it is; 0: `factor` times slower; between them blended
     kept = ((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 

@@ -66,8 +66,10 @@ class SideBySide:
         self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf
     ) -> Iterator[tuple[float, Gradients]]:
         models = [self._model, *self._others]
+        # two threads for four ranks: ranks 0 and 1, then 2 and 3
         for first in range(0, len(batches_by_rank), len(models)):
             some = batches_by_rank[first : first + len(models)]
+            # `map` yields in the order of ranks, whichever thread is done first
             yield from self._threads.map(_replay, models, some, [loss_of] * len(some))
 
 
@@ -84,6 +86,7 @@ class BuffersByRank:
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Give the model the buffers of `rank` inside; what its forward makes of them is kept for the next time."""
+        # a rank's first replay begins with the buffers of the model as it was built
         buffers = self._by_rank.get(rank) or self._copied(self._initial)
         for (module, name), tensor in buffers.items():
             module._buffers[name] = tensor
@@ -108,6 +111,7 @@ def _over_same_parameters(model: nn.Module) -> nn.Module:
     """Copy the modules. Their parameters have the same memory, and gradients of their own."""
     memo = {}
     for parameter in model.parameters():
+        # what `deepcopy` finds in its memo it takes in place of a copy
         memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
@@ -116,6 +120,7 @@ def _replay(model: nn.Module, batches: Sequence[Batch], loss_of: LossOf) -> tupl
     """Return one rank's loss and gradients; the model keeps none."""
     losses = 0.0
     for batch in batches:
+        # gradients of micro-batches add up to that of their mean
         loss = loss_of(model, *batch) / len(batches)
         loss.backward()
         losses += loss.item()
@@ -129,10 +134,12 @@ def _averaged(model: nn.Module, replayed: Iterable[tuple[float, Gradients]], ran
     """Leave on the parameters the sum of the ranks' gradients, in rank order, by the number of ranks."""
     totals: Gradients = [None for _ in model.parameters()]
     losses = 0.0
+    # one rank's gradients after the other: their sum rounds alike each time, and few are alive at once
     for loss, gradients in replayed:
         losses += loss
         totals = [_plus(total, gradient) for total, gradient in zip(totals, gradients)]
     for total, parameter in zip(totals, model.parameters()):
+        # stays None where no rank has a gradient, as a rank's own would
         parameter.grad = None if total is None else total.div_(ranks)
     return losses / ranks
 

@@ -39,6 +39,7 @@ def repeated_block(model: nn.Module) -> Units:
     weights = {kind: parameters_in(group.values()) for kind, group in repeated.items()}
     if not any(weights.values()):
         return _largest_children(model)
+    # of 12 blocks and 24 norms in lists the blocks hold most
     kind = max(weights, key=lambda kind: weights[kind])
     modules = _alone(model, [*repeated[kind].values()])
     return Units(modules, f"The units are the repeated block: {len(modules)} x {kind.__name__}.")
@@ -74,12 +75,14 @@ def parameters_in(modules: Iterable[nn.Module]) -> int:
     counts: dict[int, int] = {}
     for module in modules:
         for parameter in module.parameters():
+            # by identity: a shared parameter is written twice and counted once
             counts[id(parameter)] = parameter.numel()
     return sum(counts.values())
 
 
 def _largest_children(model: nn.Module) -> Units:
     """Return the children that hold a tenth of the parameters or more; none where there are fewer than two."""
+    # of 1,000,000 parameters 100,000
     least = max(1, _LARGE * parameters_in([model]))
     children = [child for child in model.children() if not isinstance(child, _WITHOUT_FORWARD)]
     large = _alone(model, [child for child in children if parameters_in([child]) >= least])
@@ -110,6 +113,7 @@ def _alone(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     alone = []
     for module in modules:
         inside = {id(part) for part in module.modules()}
+        # a head that shares the embedding's weight has a holder outside: it stays in the root's unit
         if all(holders[id(parameter)] <= inside for parameter in module.parameters()):
             alone.append(module)
     return alone

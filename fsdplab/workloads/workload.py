@@ -38,6 +38,7 @@ class At:
     @property
     def generator(self) -> torch.Generator:
         """Random numbers of this batch alone, from the CPU: the same on every device and in every run."""
+        # crc32: Python's own hash of a text is another in each process
         return torch.Generator(device="cpu").manual_seed(zlib.crc32(self.place.encode()))
 
 
@@ -73,6 +74,7 @@ class Task(ABC):
 
     def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
         """Return the classes to shard, a unit for each instance."""
+        # each class once, in the order in which it is found
         return tuple(dict.fromkeys(type(module) for module in self.found_units(model).modules))
 
     def found_units(self, model: nn.Module) -> Units:
@@ -87,6 +89,7 @@ class Task(ABC):
         """Return the loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
         if not self.draws:
             return self.loss(model, drawn)
+        # dropout draws from torch's global generators, which this seeds on every device
         torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
         return self.loss(model, drawn.content)
 

@@ -15,6 +15,7 @@ class _Plan(TyperGroup):
     """A group whose first word may be left out, for `step`; an unknown word is refused as such."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # `fsdplab plan --model ...` is `fsdplab plan step --model ...`
         named = args and (args[0] in ("--help", "-h") or not args[0].startswith("-"))
         return super().parse_args(ctx, args if named else ["step", *args])
 

@@ -94,6 +94,7 @@ def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
         refuse("--tokens counts the tokens of a language model; leave it out for a Python file")
     plan = plan_of_file(**settings)
     spec = plan.spec
+    # the recording's units include the root
     units = plural(len(plan.recording.units) - 1, "unit")
     headline = (
         f"{spec.model.name}, {plan.parameters:,} parameters in {units} beside the root, {spec.strategy} on"
@@ -164,6 +165,7 @@ def _mesh(spec: PlanSpec) -> str:
     for name, count in ways.items():
         if count > 1:
             words += f", {count}-way {name} parallel"
+    # one stage: there is no schedule to name
     if spec.pipeline_parallel == 1:
         return words
     stages = f"{spec.pipeline_parallel} stages"
@@ -179,6 +181,7 @@ def _memory_table(plan: Plan | RecordedPlan) -> Table:
     rows = []
     for name, row in CATEGORY_ROWS.items():
         at_peak = peak.by_category[name]
+        # 24 GB of a card of 80: 9 of 30 signs; no bar is longer than the card
         bar = "#" * min(_BAR, round(_BAR * at_peak / card))
         rows.append((row.title, _size_or_missing(resting.by_category[name]), _size_or_missing(at_peak), bar))
     rows.append(("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}"))
@@ -197,6 +200,7 @@ def _card(plan: Plan) -> Line:
         return Line(missing, "does not fit", "bad")
     memory, peak, card = plan.memory, plan.memory.peak, plan.spec.gpu.memory_bytes
     band = memory_band(plan.spec)
+    # how far measured peaks were from predicted ones, as a part of them
     low, high = band.around(peak.total)
     words = (
         f"{size(peak.total)} of {size(card)} at the peak, in the {peak.name}; {size(low)} to {size(high)} {band.words};"
@@ -216,6 +220,7 @@ def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset())
     else:
         yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
     for remedy in ways:
+        # below the table, as a command is too long for a column
         yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
     cards = in_cards(spec)
     if cards:
@@ -259,6 +264,7 @@ def _times(plan: Plan, tokens: float | None, price: float | None) -> Iterator[tu
     yield from sentences(elsewhere(spec))
     hours = plan.hours(tokens) if tokens else None
     if hours:
+        # 8 GPUs for 100 hours: 800 GPU-hours
         gpu_hours = hours * spec.gpus
         dollars = f", ${gpu_hours * price:,.0f}" if price else ""
         yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {gpu_hours:,.0f} GPU-hours{dollars}"
@@ -303,6 +309,7 @@ def _communication(plan: Plan, time: StepTime) -> str:
         return "none: no rank sends anything"
     alone = seconds(time.communication_s)
     latency = latency_s(plan.spec, plan.traffic)
+    # what no bandwidth shortens is worth a word only where it is a large part
     if latency > _MUCH * time.communication_s:
         alone += f" ({seconds(latency)} of it the latency of rings)"
     # what was hidden may exceed what was sent by a rounding error
@@ -330,6 +337,7 @@ _COLUMNS = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "t
 
 def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
+    # "world-size=8..64" -> the setting's name, and 8, 16, 32, 64
     name, tried = parse_sweep(values)
     plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
     shown, too_large, rows = [], [], []

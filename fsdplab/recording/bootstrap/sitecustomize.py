@@ -46,6 +46,7 @@ def _hook_after(spec: Any) -> None:
     loader, run = spec.loader, spec.loader.exec_module
 
     def run_and_hook(module: ModuleType) -> None:
+        # the loader's own method shows again below the attribute that hid it
         del loader.exec_module
         run(module)
         try:
@@ -77,5 +78,6 @@ def _run_the_users() -> None:
 
 
 sys.meta_path.insert(0, _Waiting())
+# the job's own sitecustomize is the next one on the path
 sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _HERE]
 _run_the_users()

@@ -72,6 +72,7 @@ class _Cells:
         result: dict[str, Any] = {"cell": number, "error": None}
         try:
             try:
+                # from here to the end of the cell Ctrl-C raises in it; while its end is reported it does not
                 self.interruptible = True
                 self._execute(number)
             finally:
@@ -94,11 +95,14 @@ class _Cells:
             {"__name__": "__before__"},
         )
         self.names.update(self.given)  # a cell may overwrite `rank`: restore it for the next
+        # the names stay: the next cell finds what this one has defined
         run_source(source_of(self.context.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
 
     def _restore_streams(self) -> None:
         """Flush what a cell has printed, and undo what it has done to sys.stdout and sys.stderr."""
+        # descriptor 1 is stdout, 2 is stderr, whatever a cell has put in their places
         for descriptor, (name, stream) in enumerate(self.streams.items(), start=1):
+            # a cell has closed sys.stdout: a new one on the same descriptor
             if stream.closed:
                 stream = self.streams[name] = os.fdopen(descriptor, "w", errors="backslashreplace", closefd=False)
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -108,6 +112,7 @@ class _Cells:
     def _held(self) -> dict[str, Any]:
         """Return the cells' own names: the latest, and how many."""
         own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
+        # imported modules are no values that a learner looks for
         held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
         return {"names": held[-_MOST_NAMES:], "held": len(held)}
 
@@ -116,6 +121,7 @@ def _shortened(text: str, most: int) -> str:
     """Return the text, or where it is longer its beginning and its end."""
     if len(text) <= most:
         return text
+    # a traceback begins with the cell's line and ends with the message
     return f"{text[: most // 2]} ... {len(text) - most:,} characters are left out ... {text[-(most // 2) :]}"
 
 
@@ -159,6 +165,7 @@ def run_source(source: str, names: dict[str, Any], name: str) -> None:
     last = final if isinstance(final, ast.Expr) else None
     if last is not None:
         tree.body.pop()
+    # warnings and progress bars appear with the output, in order
     with contextlib.redirect_stderr(sys.stdout):
         exec(compile(tree, name, "exec", dont_inherit=True), names)
         if last is not None:

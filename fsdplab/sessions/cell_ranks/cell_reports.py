@@ -52,6 +52,7 @@ def interrupted(
     else:
         verb = "was" if len(heartbeats) == 1 else "were"
         outcome = f"{named(sorted(heartbeats))} {verb} interrupted. {_STAY}"
+    # the report stands where the first rank is that does not answer
     at = heartbeats[min(deaf or heartbeats)]
     blocks = _labelled(_failed(results), heartbeats, stacks)
     return Failure("hung", f"{why}. {outcome}", at.rank, None, at.phase, at.collective, blocks)
@@ -63,8 +64,10 @@ def waiting_for_ever(
     """Report a cell whose ranks in `heartbeats` wait in a collective that the others will not enter."""
     failed = _failed(results)
     collective = heartbeats[min(heartbeats)].collective
+    # a rank that raised does not come; where none raised, those that do not wait stay away
     absent = sorted(failed or set(range(world_size)) - set(heartbeats))
     wait = "waits" if len(heartbeats) == 1 else "wait"
+    # Ranks 0 and 2 wait in all_reduce of 4096 bytes
     waiting = f"{named(sorted(heartbeats))} {wait} in {collective or 'a collective'}"
     if failed:
         kind = "raised"
@@ -88,6 +91,7 @@ def _what_was_raised(failed: CellResults) -> str:
     if len(set(errors.values())) == 1:
         return f"{named(sorted(failed))} raised {errors[min(errors)]}"
     sentence = "; ".join(f"rank {rank} raised {error}" for rank, error in errors.items())
+    # rank 0 raised ...; rank 1 raised ... -> Rank 0 raised ...
     return f"R{sentence[1:]}"
 
 

@@ -90,6 +90,7 @@ class StayingRanks:
         self._living = living
         self._last_results: dict[int, dict[str, Any]] = {}  # by rank: the result of its last cell
         self._one_cell = threading.Lock()
+        # the ranks end with the last reference to this object, or with Python
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
 
     @classmethod
@@ -122,6 +123,7 @@ class StayingRanks:
         others: give it to groups of these ranks.
         """
         chosen = self._checked(ranks)
+        # two threads of a notebook: the second cell is refused and does not wait
         if not self._one_cell.acquire(blocking=False):
             raise SpecError("the ranks run another cell at the moment; wait for its end or interrupt it")
         try:
@@ -170,6 +172,7 @@ class StayingRanks:
             self._end(Failure("died", "The ranks were ended, because the caller left in the middle of a cell."))
             raise
         if left:
+            # Ctrl-C between the last rank's end and the next look
             just_ended = Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
             ranks = "the ranks have ended" if outcome.lost else "the ranks stay, with what they hold"
             raise CellInterrupted(outcome.failure or just_ended, stopped_after(began, ranks))
@@ -220,6 +223,7 @@ class Living:
     def death(self) -> Failure:
         """Return the report after a rank died: waits a moment for its exit code, and shows what was still printed."""
         first, began = next(iter(self.missing()), None), time.monotonic()
+        # until the starter has ended the others; a rank that left with exit code 0 ends nobody
         while self.ranks.agent.running(_LOOK_EVERY_S) and (first is None or self.ranks.agent.left.get(first) != 0):
             if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
                 break
@@ -292,11 +296,13 @@ class CellWatch:
         while self.unfinished() and time.monotonic() < deadline and running:
             running = self._look()
         self.living.output.flush()
+        # a rank that waits in a collective does not take the signal, and without it the group is useless
         deaf = self.unfinished()
         return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Return what each rank that has ended the cell wrote at its end."""
+        # of each rank the last line, which may be of an earlier cell
         last = {rank: read_lines(self.living.ranks.mailbox.of(rank, "cells"))[-1:] for rank in self.ranks}
         return {rank: lines[0] for rank, lines in last.items() if lines and lines[0]["cell"] == self.number}
 
@@ -313,6 +319,7 @@ class CellWatch:
         self.activity.look(self.living.heartbeats())
         before = self.living.output.lines
         self.living.output.look()
+        # a rank that prints moves
         if self.living.output.lines > before:
             self.activity.last = time.monotonic()
         return self.living.ranks.agent.running()
@@ -322,6 +329,7 @@ class CellWatch:
         return Outcome(raised(self.results()))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
+        # a heartbeat that was being rewritten just now is missing, so the last one stands in
         heartbeats = {**self.activity.heartbeats, **self.living.heartbeats()}
         return {rank: heartbeats[rank] for rank in self.unfinished()}
 
@@ -330,12 +338,14 @@ class CellWatch:
         move.
         """
         heartbeats = self._heartbeats()
+        # none has ended the cell, so none is known to stay away
         if len(heartbeats) == self.living.ranks.world_size or self.activity.idle < _PATIENCE_S:
             return None
         results = self.results()
         patience = _PATIENCE_S if any(result["error"] for result in results.values()) else _LONG_PATIENCE_S
         if self.activity.idle < patience or time.monotonic() < self._ask_again:
             return None
+        # stacks cost the ranks an interruption: not at every look
         self._ask_again = time.monotonic() + patience
         stacks = ask_for_stacks(self.living.ranks.mailbox, heartbeats)
         if not all(waits_for_others(stacks.get(rank, "")) for rank in heartbeats):

@@ -179,6 +179,7 @@ def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
     """Return a sort key, the likeliest cause first: a crash, an exception of its own, an exit, a consequence of a lost
     peer.
     """
+    # 0 a crash, 1 an exception of its own, 2 an exit code, 3 an abort, 4 a lost peer, 5 ended by torchrun
     note = post_mortem.notes.get(rank)
     if note is not None:
         follows = _PEER_IS_GONE.search(note.error) is not None
@@ -200,6 +201,7 @@ def _left_early(post_mortem: PostMortem) -> Failure | None:
     unexplained = set(post_mortem.heartbeats) - set(post_mortem.exits) - set(post_mortem.notes)
     for rank in sorted(unexplained):
         heartbeat = post_mortem.heartbeats[rank]
+        # no bad exit code and no exception is known of it, and yet it has not finished
         if heartbeat.phase != "finished":
             how = "with exit code 0 before its work was done (sys.exit or os._exit)"
             message = f"Rank {heartbeat.rank} left{_where(heartbeat)} {how}.{_after(heartbeat)}"
@@ -213,6 +215,7 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     traceback: str | None = note.traceback
     finished = [other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished"]
     done = [other for other in finished if other != rank]
+    # the peer is gone because it was done, not because it failed
     if done and _PEER_IS_GONE.search(note.error):
         message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
     if _DISK_IS_FULL.search(note.error):
@@ -239,6 +242,7 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
 
 def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
     """Report a run whose launcher was killed; its ranks ended with it."""
+    # the rank that is furthest behind says where the run was
     heartbeat = min(post_mortem.heartbeats.values(), key=_progress, default=None)
     if heartbeat is None:
         return Failure("died", how)
@@ -247,6 +251,7 @@ def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
 
 def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
     """Report a run that reached its time limit before all ranks had started."""
+    # a rank writes its first heartbeat when it starts
     silent = sorted(set(range(world_size)) - set(post_mortem.heartbeats))
     return Failure(
         "timeout",
@@ -332,9 +337,11 @@ def _busy(post_mortem: PostMortem, rank: int) -> float:
 
 def _behind(post_mortem: PostMortem) -> int | None:
     """Return the rank with the least progress; of several the one that does not wait for others, None without one."""
+    # (phases, collectives) entered: (9, 40) is behind (9, 41)
     least = min(map(_progress, post_mortem.heartbeats.values()))
     behind = [rank for rank, heartbeat in post_mortem.heartbeats.items() if _progress(heartbeat) == least]
     if len(behind) > 1:
+        # equally far, but one of them is outside of a collective: it keeps the others waiting
         behind = [rank for rank in behind if not waits_for_others(post_mortem.stacks.get(rank, ""))]
     return min(behind, default=None)
 
@@ -372,6 +379,7 @@ def _unlike(post_mortem: PostMortem) -> str:
     beats = [beat for _, beat in sorted(post_mortem.heartbeats.items()) if beat.collective is not None]
     for beat in beats[1:]:
         first = beats[0]
+        # the same number and another name: the ranks' calls do not agree
         if beat.collectives != first.collectives or beat.collective == first.collective:
             continue
         if not _is_message(first) and not _is_message(beat):

@@ -80,6 +80,7 @@ def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
     """Return what a forked process cannot take over from this one; where it has changed, another starter is needed."""
     read = sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START))
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    # a relative entry of PYTHONPATH means another folder after a change of the working folder
     here = os.stat(".") if any(path and not os.path.isabs(path) for path in paths) else None
     counted = not re.match(r"\s*[1-9]", environment.get("OMP_NUM_THREADS", ""))  # threads: one for each core
     return (

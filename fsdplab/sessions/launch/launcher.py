@@ -54,6 +54,7 @@ class RankActivity:
         if latest == self.heartbeats:
             return
         if self.heartbeats:
+            # between this move and the one before
             self.longest_pause = max(self.longest_pause, self.idle)
         self.heartbeats, self.last = latest, time.monotonic()
 
@@ -64,6 +65,7 @@ class RankActivity:
 
     def stalled(self, world_size: int) -> bool:
         """Return whether all ranks have finished a step and none has moved for much longer than before."""
+        # before its first step a rank may compile or build for as long as it likes
         trained = len(self.heartbeats) == world_size and all(heartbeat.step for heartbeat in self.heartbeats.values())
         return trained and self.idle > max(_STALL_LEAST_S, _STALL_FACTOR * self.longest_pause)
 
@@ -160,6 +162,7 @@ class RunningRanks:
         turns = None if to_the_end else self.turns
         began = self.activity.last = time.monotonic()
         try:
+            # of 120 s a run that was watched for 50 s has 70 s left
             failure = self._watch(turns, began + self.time_limit - self._used)
         finally:
             self._used += time.monotonic() - began
@@ -169,6 +172,7 @@ class RunningRanks:
 
     def how_it_ended(self) -> Failure:
         """Return the report of ranks that have ended without finishing their work."""
+        # the report needs exit codes: the agent has them once it has ended
         post_mortem = report.gather(self.mailbox, self.world_size, self.agent.failed())
         if self.agent.lost and not report.blames_a_rank(post_mortem):
             return report.lost_agent(self.agent.lost, post_mortem)
@@ -177,6 +181,7 @@ class RunningRanks:
     def _watch(self, turns: Turns | None, deadline: float) -> Failure | None:
         while self._runs_on(turns):
             self._look()
+            # all have ended well, or all wait to be told what is next
             if self.activity.finished(self.world_size) or turns is not None and turns.all_wait:
                 return None
             if time.monotonic() > deadline:
@@ -205,6 +210,7 @@ class RunningRanks:
 
     def _late(self) -> Failure | None:
         """Return the outcome of a run whose time is up: it may end just now, and may be slow or hung."""
+        # a rank without a heartbeat has not started
         if len(self.activity.heartbeats) < self.world_size:
             return report.not_started(
                 report.gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size
@@ -239,6 +245,7 @@ class RunningRanks:
         while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.agent.running(_LOOK_EVERY_S):
             self._look()
         used, lasted = report.used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
+        # 5 s with two processes on each core: 2.5 s of a core
         could_use = lasted / busy_processes_per_core()
         return {rank: (used[rank] - before[rank]) / could_use for rank in before if rank in used}
 
@@ -261,8 +268,11 @@ def end_ranks(runs: Sequence[RunningRanks]) -> None:
     known = {id(run): {*(each.pid for each in beats[id(run)]), *run.agent.started()} for run in running}
     # without a known rank they may be starting
     asked = [run.agent for run in running if not (known[id(run)] and all(map(gone, known[id(run)])))]
+    # first a request, for what a rank has still to write
     _end_each(asked, lambda agent: agent.terminate())
+    # then by force, which ends the ranks with their agent
     _end_each([run.agent for run in running], lambda agent: agent.kill())
+    # last by process id, where a rank has survived its agent
     everyone = sorted({pid for pids in known.values() for pid in pids})
     if not _all_gone(everyone):
         for pid in everyone:
@@ -303,6 +313,7 @@ def _start_ranks(
     _check_loopback()
     if start == "torchrun":
         return start_torchrun(program, mailbox, world_size)
+    # a look at the system may say why not; else the starter's trial does
     not_forked, failed = warm.why_not(), False
     if not_forked is None:
         try:

@@ -47,6 +47,7 @@ def why_it_ended(code: int, printed: str) -> str:
     if code <= 0:
         return f"by {name_of(-code)}" if code else ""
     lines = without_paths(printed).strip().splitlines()
+    # what the launcher says of a rank, else the last line of the output
     lines = [line for line in lines if re.search(r"\bRank \d+ ", line)][:1] or lines[-1:]
     return lines[0][:400] if lines else f"exit code {code}, nothing printed"
 
@@ -65,4 +66,5 @@ def answer_in(file: Path) -> Any:
     """
     text = file.read_text(encoding="utf-8", errors="replace")
     starts = [found.start() for found in _JSON.finditer(text)]
+    # the last place where JSON begins; without one the end of the text, which raises ValueError
     return json.JSONDecoder().raw_decode(text, starts[-1] if starts else len(text))[0]

@@ -93,6 +93,7 @@ class HeartbeatWriter:
         """Note that the rank enters a phase (`"forward"`), possibly of a new step."""
         self._now["phase"] = phase
         self._now["phases"] += 1
+        # phases inside a step leave its number
         self._now["step"] = self._now["step"] if step is None else step
         self.write()
 
@@ -111,6 +112,7 @@ class HeartbeatWriter:
         """Write the heartbeat at once; a reader in between may see half of it, and knows by the checksum."""
         line = json.dumps(self._now).encode()
         try:
+            # always 512 bytes: nothing of a longer line before is left behind a shorter one
             os.pwrite(self._file, (b"%08x " % crc32(line) + line).ljust(_HEARTBEAT_BYTES - 1) + b"\n", 0)
         except OSError as error:  # a full disk
             error.filename = self._path
@@ -173,6 +175,7 @@ class Tail:
             file.seek(self._at)
             new = file.read(size - self._at)  # no more: a rank may print for ever
         self._at += len(new)
+        # what follows the last newline is kept until its line is complete
         *whole, self._begun = (self._begun + new).split(b"\n")
         return [_shown(line) for line in whole]
 
@@ -185,6 +188,7 @@ class Tail:
 
 def _shown(line: bytes) -> str:
     """Return the line as a terminal shows it: after the last carriage return."""
+    # a progress bar writes "10 %\r20 %": its latest state is shown
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
@@ -217,4 +221,5 @@ def readable(files: Iterable[int | socket], within_s: float) -> list[int]:
     waiting = select.poll()
     for file in files:
         waiting.register(file, select.POLLIN)
+    # poll takes whole milliseconds: rounded up, it does not return early in a loop
     return [number for number, _ in waiting.poll(math.ceil(1000 * max(0.0, within_s)))]

@@ -70,6 +70,7 @@ def children() -> set[int]:
 
 def end_children(but: Collection[int] = ()) -> None:
     """Kill the children of this process, and what they leave to it, and return when none is left but some."""
+    # what a killed child leaves behind becomes a child of this process: once more
     while left := children() - {*but}:
         for pid in left:
             send(pid, signal.SIGKILL)
@@ -84,6 +85,7 @@ def _look_for_parent(parent: int, with_signal: signal.Signals) -> None:
 
 
 def _end_if_orphaned(parent: int, with_signal: signal.Signals) -> None:
+    # whoever has lost its parent has another one: init, or the nearest process that adopts
     if os.getppid() != parent:
         os.kill(os.getpid(), with_signal)
 

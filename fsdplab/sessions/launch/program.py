@@ -51,12 +51,14 @@ def run_and_end(program: Sequence[str]) -> NoReturn:
         # a program that has set sys.excepthook (rank_process.py) writes its failure and ends there
         with suppress(OSError):  # its standard error is on a full disk
             sys.excepthook(*sys.exc_info())
+    # as Python does: None is 0, a text is printed and is 1
     end_process(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def print_into(*files: str | Path) -> None:
     """Let standard output and standard error end in these files; descriptors, not sys.stdout: C++ prints too."""
     for descriptor, path in enumerate(files, start=1):
+        # appending: two processes of a rank do not write over each other
         file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)

@@ -63,9 +63,11 @@ class Ranks:
                 new = self._connection.recv(_MOST_AT_ONCE)
             except ConnectionResetError:  # it has left a request unread; what it has sent is still to be read
                 continue
+            # a message may come in two pieces
             *lines, self._unread = (self._unread + new).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
+            # the end of the stream
             if not new:
                 self._finish(self._how_lost())
         return not self._ended
@@ -96,6 +98,7 @@ class Ranks:
             self.lost = f"Not all ranks could be started: {self.cannot}."
         self.pids = message.get("pids", self.pids)
         self.left |= {int(rank): code for rank, code in message.get("left", {}).items()}
+        # ranks that were ended because others could not start are not to blame
         if "exits" in message and self.lost is None:
             self.exits = {int(rank): code for rank, code in message["exits"].items()}
 

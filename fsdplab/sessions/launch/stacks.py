@@ -62,11 +62,13 @@ def _formatted(error: BaseException, chosen: Callable[[Frames], Frames]) -> str:
     link: traceback.TracebackException | None = formatted
     while link is not None:
         link.stack = traceback.StackSummary.from_list(chosen(link.stack) or link.stack)
+        # to the exception that led to this one, as Python prints them
         link = link.__cause__ or link.__context__
     return "".join(formatted.format())
 
 
 def _from_own_code_on(frames: Frames) -> Frames:
+    # between the first and the last line of a user's code the lab's frames are left out, below it all stay
     own = [number for number, frame in enumerate(frames) if _is_own(frame.filename)] or [0]
     return [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(PACKAGE)] + frames[own[-1] :]
 
@@ -119,5 +121,6 @@ def waits_for_others(stack: str) -> bool:
 
 
 def _innermost_has(stack: str, *signs: str) -> bool:
+    # the frame and its source line
     innermost = "\n".join(stack.splitlines()[:2])
     return any(sign in innermost for sign in signs)

@@ -143,6 +143,7 @@ class _Starter:
         try:
             while self.asked or self.runs:
                 due = [at for run in self.runs for at in (run.ask_at, run.kill_at) if at is not None]
+                # until the next deadline of a run; without one until something can be read
                 timeout = max(0.0, min(due) - time.monotonic()) if due else None
                 for key, _ in self.selector.select(timeout):
                     key.data()
@@ -193,6 +194,7 @@ class _Starter:
         """In the child: close what is the starter's, and be a rank; this process never returns."""
         try:
             signals_of_the_lab()
+            # a copy of another run's socket in this child would hide the end of its stream
             for key in list(self.selector.get_map().values()):
                 key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
             self.selector.close()

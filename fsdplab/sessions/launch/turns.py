@@ -53,6 +53,7 @@ class Turns:
         except OSError:
             self.close()
             raise
+        # the names are in this order: every rank's turn, then every rank's waits
         self._turns, self._waits = self._files[:world_size], self._files[world_size:]
         self._busy = {file: rank for rank, file in enumerate(self._waits)}
 
@@ -74,6 +75,7 @@ class Turns:
             if not ready:
                 return
             for file in ready:
+                # the byte that the rank wrote when it began to wait
                 os.read(file, 1)
                 del self._busy[file]
         self._remove_names()

@@ -113,6 +113,7 @@ class _Starter:
 
     def fits(self) -> bool:
         """Return whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
+        # one that has found that it cannot fork is kept: another would find the same
         lives = not self.gone or self.owner == os.getpid() and bool(self._refused)
         return lives and self.key == _key()
 
@@ -145,6 +146,7 @@ class _Starter:
         if trial.cannot is None and trial.exits is None:
             raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
         refused = trial.cannot or ""
+        # the trial is one rank, number 0
         if code := trial.failed().get(0):
             said = self._mailbox.agent_log.read_text(errors="replace").strip().splitlines()[-1:]
             how = f"was killed by {name_of(-code)}" if code < 0 else "".join(said) or f"ended with exit code {code}"
@@ -167,6 +169,7 @@ class _Starter:
             "environment": {**rank_environment(), RANKS_STORE: str(store)},
             "inherited": inherited(),
         }
+        # a pair for this run alone: its end tells that no rank is left
         own, theirs = socket.socketpair()
         folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
@@ -198,6 +201,7 @@ class _Starter:
     @property
     def stands_still(self) -> bool:
         """Whether it was stopped (SIGSTOP) some seconds ago, and has not gone on."""
+        # the state in /proc: T is a stopped process
         if state(self.process.pid)[0] != "T":
             self._stopped_at = math.inf
         elif self._stopped_at == math.inf:
@@ -263,6 +267,7 @@ def begin() -> None:
     does nothing where ranks cannot be forked.
     """
     if why_not() is None:
+        # the first run that needs it raises in its place
         with _lock, suppress(StarterFailed):
             _fitting()
 
@@ -298,6 +303,7 @@ def _ready(on_look: Callable[[], None]) -> _Starter:
 def _fitting() -> _Starter:
     if not _starters or not _starters[-1].fits():
         for old in list(_starters):
+            # its running ranks keep it, and it gets no further ones
             old.retire()
             if old.gone:
                 _starters.remove(old)

@@ -45,6 +45,7 @@ def _is_built_for_cpu() -> bool:
     versions = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if versions is None or not versions.exists():
         return False
+    # cuda: Optional[str] = '12.8' or None, and hip likewise
     told = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(.+)$", versions.read_text(), re.MULTILINE))
     return told.get("cuda") == "None" and told.get("hip", "None") == "None"
 
@@ -82,8 +83,10 @@ def driver_complaint(driver_cuda: int | None, built_for: str | None) -> str:
     if driver_cuda is None:
         return "no NVIDIA driver answers; install one, or start the container with --gpus all"
     major = int(built_for.partition(".")[0])
+    # within a major version of CUDA a driver runs newer builds too
     if driver_cuda // 1000 >= major:
         return ""
+    # 12040 -> 12.4
     handles, least = f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}", _LEAST_DRIVER.get(major, "a newer version")
     return (
         f"the driver handles CUDA up to {handles}, but this torch is built for CUDA {built_for}; update the driver to"
@@ -107,9 +110,12 @@ def kernel_complaint(name: str, capability: Sequence[int], architectures: Sequen
 
 def _runs(architecture: str, mine: tuple[int, int]) -> bool:
     kind, _, number = architecture.partition("_")
+    # sm_90a -> (9, 0); sm_120 -> (12, 0)
     major, minor = divmod(int("".join(each for each in number if each.isdigit())), 10)
+    # code that the driver compiles, for this GPU and all newer ones
     if kind == "compute":
         return (major, minor) <= mine
+    # kernels run on later minor versions of their major one; those with "a" on exactly one
     return (major, minor) == mine if number[-1] == "a" else major == mine[0] and minor <= mine[1]
 
 
@@ -144,6 +150,7 @@ def _asked(function: str, *arguments: int) -> int | None:
     """
     found = ctypes.c_int()
     try:
+        # 0 is CUDA_SUCCESS; a machine without a driver has no such library
         code = getattr(ctypes.CDLL("libcuda.so.1"), function)(ctypes.byref(found), *arguments)
     except (OSError, AttributeError):
         return None

@@ -60,8 +60,10 @@ def least_bytes(spec: Any) -> int:
     if spec.own_model:  # its size is not known before it is built
         return int(spec.processes * _BYTES_OF_A_PROCESS)
     shape = preset(spec.model)
+    # bytes in float32: of one copy of the model, and of B x T x V logits
     model, logits = 4 * shape.parameters, 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
     copies = 1 if spec.row.cuts else spec.processes
+    # gradients and two moments are 3 more copies: one of all ranks together where they are sharded, else one a rank
     return int(spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies)
 
 

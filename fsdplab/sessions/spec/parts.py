@@ -70,6 +70,7 @@ class WorkloadPart(Checked):
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):  # the spec holds what JSON can hold
+            # the one way to set a field of a frozen dataclass
             object.__setattr__(self, "model", _named(self.model))
         super().__post_init__()
 

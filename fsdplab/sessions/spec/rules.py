@@ -82,6 +82,7 @@ class Checked:
     def __post_init__(self) -> None:
         for field in fields(self):
             check_value(field.name, getattr(self, field.name), field.default, **field.metadata)
+        # from the oldest class to this one: rules of the parts before those between them
         for part in reversed(type(self).__mro__):
             for rule in vars(part).get("RULES", ()):
                 rule.check(self)

@@ -57,6 +57,7 @@ class RunSpec(Placement, Measuring, Network, EngineChoice, Sharding, WorkloadPar
     @property
     def replicas(self) -> int:
         """Shard groups that hold the same shards: 1 but under a strategy with groups of ranks."""
+        # 8 ranks with a shard size of 4: 2
         return self.world_size // (self.shard_size or self.world_size)
 
     @property
@@ -88,6 +89,7 @@ class RunSpec(Placement, Measuring, Network, EngineChoice, Sharding, WorkloadPar
         too. Ranks that share a GPU use NCCL where it can do that, else gloo through host memory.
         """
         if self.device_type == "cuda":
+            # NCCL before 2.30 refuses two ranks on one GPU
             by_host = self.transport == "auto" and self.shares_a_gpu and gpus.nccl_version() < gpus.MULTI_RANK_NCCL
             return "gloo" if by_host or self.transport == "gloo" else "nccl"
         return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
@@ -115,6 +117,8 @@ def specs_for(specs: Any, settings: dict[str, Any]) -> list[RunSpec]:
     if isinstance(specs, RunSpec):
         raise SpecError("a comparison has several runs; give a list of RunSpecs, or a model")
     strategies = settings.pop("strategies", OVER_ALL_RANKS)
+    # two steps under the profiler: what a comparison says of exposed time needs a trace
     ranks = [RunSpec(model=specs, strategy=strategy, **{"profile": 2, **settings}) for strategy in strategies]
+    # what describes a rank's memory or transport means nothing for the twin
     own = {name: value for name, value in settings.items() if name not in _OF_RANKS}
     return [*ranks, RunSpec(model=specs, engine="twin", **own | {"memory": False})]

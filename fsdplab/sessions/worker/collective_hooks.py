@@ -82,11 +82,13 @@ def watch_collectives(on_issue: OnIssue) -> Iterator[None]:
 def _checking(translate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(translate)
     def checked(group: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch translates between a rank of the world and one of a group; either may be asked for
         rank = translate(group, *args, **kwargs)
         of_world = kwargs.get("return_global", False)
         group = dist.group.WORLD if of_world else group
         if not isinstance(group, dist.ProcessGroup) or not isinstance(rank, int) or 0 <= rank < group.size():
             return rank
+        # P2POp translates in its constructor, before any collective is called
         caller = getattr(_inside, "collective", "") or sys._getframe(1).f_code.co_name.replace("__init__", "P2POp")
         raise NoSuchRank(
             f"rank {group.rank()} named rank {rank} in {caller}, which does not exist: there are ranks 0 to"
@@ -108,6 +110,7 @@ def _announcing(name: str, original: Callable[..., Any], on_issue: OnIssue) -> C
     def announced(*args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "collective", ""):
             return original(*args, **kwargs)
+        # an all-gather's largest argument is its output, a reduce-scatter's its input
         on_issue(name, max(map(_nbytes, (*args, *kwargs.values())), default=0))
         _inside.collective = name
         try:

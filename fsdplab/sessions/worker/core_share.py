@@ -56,6 +56,8 @@ def waited_s(before: CoreTime, after: CoreTime, pool: int = 1) -> float | None:
         thread: (ran - started.get(thread, (0, 0))[0], waited - started.get(thread, (0, 0))[1])
         for thread, (ran, waited) in after.threads.items()
     }
+    # A thread waited 3 s and ran 0 s, all threads ran 1 s, pool 1: the others can have filled 1 - 1 * 0 = 1 s of the
+    # wait, so for 2 s the rank lacked a core.
     running = sum(ran for ran, _ in spans.values())
     return max(0, *(waited - max(0, running - pool * ran) for ran, waited in spans.values())) / 1e9
 

@@ -150,6 +150,7 @@ def one_step(
     for index, batch in enumerate(batches, start=1):
         with trained.accumulate(index == len(batches)):
             enter("forward")
+            # gradients add up over micro-batches: divided, they are those of the mean loss
             loss = loss_of(trained.model, batch) / len(batches)
             enter("backward")
             loss.backward()
@@ -157,12 +158,15 @@ def one_step(
     enter("optimizer")
     optimizer.step()
     optimizer.zero_grad()
+    # each loss was divided above, so their sum is the mean
     return sum(losses[1:], losses[0])
 
 
 def _trained(context: RankContext, trained: Held, optimizer: torch.optim.Optimizer, workload: Task) -> TrainingSetup:
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
+        # this process is one rank; only the twin plays several
         (batches,) = batches_by_rank
+        # `item` waits for the device, so the step has ended when the caller reads the clock
         return one_step(trained, optimizer, batches, workload.seeded_loss, context.heartbeat.enter).item()
 
     _refuse_to_train_nothing(optimizer)
@@ -247,6 +251,7 @@ def _mesh(spec: Sharding, device: torch.device) -> DeviceMesh:
     """Place all ranks in a line; for a strategy with groups, replicas x ranks of a shard group."""
     if not spec.row.in_groups:
         return init_device_mesh(device.type, (dist.get_world_size(),))
+    # 8 ranks with a shard size of 4: a mesh of 2 x 4
     replicas = dist.get_world_size() // spec.shard_size
     return init_device_mesh(device.type, (replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
@@ -261,9 +266,11 @@ def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) 
     if spec.precision == "bf16":
         model = _Autocast(model, device.type)
     device_ids = None if device.type == "cpu" else [device.index]
+    # searching for unused parameters costs a walk of the graph a step, so it is on only where a rank has some
     replicated = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=shown.unused)
 
     def accumulate(last: bool) -> AbstractContextManager[Any]:
+        # without the all-reduce of the others, gradients are added up on the rank until the last micro-batch
         return nullcontext() if last else replicated.no_sync()
 
     notes = (_DDP_BUFFERS,) if shown.changes_buffers else ()
@@ -283,9 +290,11 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
         sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
         device_id=device,
+        # the optimizer gets the module's parameters in place of flat ones
         use_orig_params=True,
         mixed_precision=mixed,
     )
+    # by its default FSDP1 reduces the gradients of every micro-batch
     return Held(sharded)
 
 
@@ -296,10 +305,12 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
         fully_shard,
         mesh=_mesh(spec, device),
         mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
+        # None is the default of FSDP2: all units but the root reshard after the forward
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
     )
     for module in units_of(spec, model, workload).modules:
         shard(module)
+    # the root comes last: it takes the parameters that no unit has
     return Held(shard(model))
 
 
@@ -330,6 +341,7 @@ def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Task)
 def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: Task) -> TrainingSetup:
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
+    # the engine's name ends with the stage of ZeRO: deepspeed-3 shards parameters too
     stage = int(spec.engine.removeprefix("deepspeed-"))
     optimizer = optimizer_of(spec, model, workload)
     return TrainingSetup(*deepspeed_setup(stage, spec, context, model, optimizer, workload.seeded_loss))
@@ -356,6 +368,7 @@ class _CastParameters(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # the cast is a node of the graph, and its backward casts each gradient to float32
         low = {name: in_bf16(parameter)[0] for name, parameter in self.model.named_parameters()}
         return torch.func.functional_call(self.model, low, *in_bf16(args, kwargs))
 
@@ -392,6 +405,7 @@ def facts_of(model: nn.Module, workload: Task, units: Units) -> dict[str, Any]:
 def check_equal(model: nn.Module, device: torch.device) -> None:
     """Raise ModelError on every rank unless all of them have built the same values: no engine checks that."""
     text = ""
+    # names, shapes and sums stand for all values: 100 MB of weights are a few KB of text
     for name, value in model.state_dict().items():
         text += f"{name} {tuple(value.shape)} {_sum(value)};"
     checksum = zlib.crc32(text.encode())
@@ -426,6 +440,7 @@ def tried(model: nn.Module, workload: Task, drawn: Any, device: torch.device) ->
             before.append((module, name, buffer))
     for module, name, buffer in before:
         module._buffers[name] = None if buffer is None else buffer.clone()
+    # the loss may write into buffers in place, which are copies now
     workload.seeded_loss(model, drawn).backward()
     unused = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
     changed = any(_differ(module._buffers[name], buffer) for module, name, buffer in before)
@@ -458,6 +473,7 @@ def optimizer_of(spec: RunSpec, model: nn.Module, workload: Task, engine: str = 
     if spec.optimizer == "adamw-foreach":
         return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
     parameters: Any = model.parameters()
+    # the engines whose parameters are DTensors
     if engine in ("lab", "torch-fsdp2"):
         parameters = _by_block(model, workload.units(model))
     return torch.optim.AdamW(parameters, lr=spec.learning_rate, fused=True)
@@ -481,6 +497,7 @@ def _blocks(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[list[n
     groups = []
     for module in model.modules():
         if isinstance(module, units):
+            # `modules` yields an outer block before those inside of it
             groups.append([parameter for parameter in module.parameters() if id(parameter) not in taken])
             taken |= {id(parameter) for parameter in module.parameters()}
     return groups
@@ -495,12 +512,14 @@ def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch
         matrices += [parameter for parameter in block if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    # embeddings, the head, norms and biases are left to AdamW
     muon = torch.optim.Muon(matrices, lr=spec.learning_rate, adjust_lr_fn="match_rms_adamw")
     rest = torch.optim.AdamW(others, lr=spec.learning_rate, fused=True)
     if engine != "lab":
         return Together(muon, rest)
     from fsdplab.engine import whole_matrices
 
+    # where every rank holds whole matrices, all ranks share the work; else those of a shard group do
     return whole_matrices(muon, rest=rest, replicas=None if spec.row.cuts else dist.group.WORLD)
 
 
@@ -511,6 +530,7 @@ class Together(torch.optim.Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._parts = parts
         for part in parts:
+            # state is kept by parameter, and no two parts share one: one dict serves all
             part.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

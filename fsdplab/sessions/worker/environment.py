@@ -35,6 +35,7 @@ def capture_environment(device: str) -> dict[str, Any]:
     backend = "gloo"
     if device == "cuda":
         gpus_here = _gpus()
+        # (2, 27, 3) -> nccl 2.27.3
         backend = "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "versions": {
@@ -63,6 +64,7 @@ def _variables() -> dict[str, str]:
     variables = {}
     for name, value in sorted(os.environ.items()):
         if name in _VARIABLES or name.startswith(_PREFIXES):
+            # whether the variable was set counts; a path would name users and folders
             variables[name] = "(a path)" if os.sep in value else value
     return variables
 
@@ -110,5 +112,6 @@ def nccl_variables(spec: RunSpec) -> dict[str, str]:
     return {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
+        # of eight blocks two ranks get four each; with more than eight ranks, one each
         "NCCL_MAX_CTAS": str(max(1, 8 // spec.processes)),
     }

@@ -47,6 +47,7 @@ class StepProfiler:
         self.seconds.append(seconds)
         if len(self.seconds) == self._warmup + 1:  # the profiler takes it only while it records
             self._profile.add_metadata_json(MARK, json.dumps(self._mark))
+        # gloo's threads may still write their events of this step
         await_gloo_threads()
         self._profile.step()
 
@@ -67,6 +68,7 @@ def _actions(kept_from: int, end: int) -> Callable[[int], ProfilerAction]:
     def action(step: int) -> ProfilerAction:
         if step >= end:
             return ProfilerAction.NONE
+        # events of warm-up steps are recorded and thrown away
         if step < kept_from:
             return ProfilerAction.WARMUP
         return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE

@@ -102,6 +102,7 @@ def rank_process(
     sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error, traceback_of(error))
     dist.init_process_group(_known(backend), timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size))
     store = dist.distributed_c10d._get_default_store()
+    # what peers wait for before they leave (`_wait_for_peers`)
     store.set(_connected(rank), "")
     with watch_collectives(context.note_collective):
         yield context
@@ -183,6 +184,7 @@ def _own_device(kind: str) -> torch.device:
 
 
 def _gpu_of_this_rank() -> torch.device:
+    # 4 ranks on 2 GPUs: ranks 0 and 2 share the first
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 

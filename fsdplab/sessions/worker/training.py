@@ -45,10 +45,12 @@ def main(folder: str, build_setup: Build = build) -> None:
     """Train as the run in FOLDER/spec.json says, as one rank of it."""
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
+    # NCCL reads them when the process group is formed
     os.environ |= nccl_variables(spec)
     traceback_of = of_own_code if spec.own_model else of_exception
     with rank_process(folder, spec.backend, spec.device_type, traceback_of=traceback_of) as context:
         if context.rank == 0:
+            # one rank speaks for all: they run on the same machine
             context.write("environment", capture_environment(spec.device_type) | carrier(spec) | how_started())
         context.heartbeat.enter("build")
         Training(spec, context, build_setup).run()
@@ -112,12 +114,14 @@ class Training:
 
     def run(self) -> None:
         """Train all steps, and write the measurements."""
+        # the engine's events fill the ledger and the table of units' states
         subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
         self.network.begin(self.setup)
         timeline = self._warm_up()
         if timeline is not None:
             self.context.write("memory", profiler.written_memory(timeline, self.context.rank, MEMORY_STEP))
         self.network.warmed_up(self.setup)
+        # from here on the link does not change, and timed steps follow
         profiled = self._timed_and_profiled_steps()
         for unsubscribe in subscriptions:
             unsubscribe()
@@ -132,6 +136,7 @@ class Training:
     def _is_traced(self, step: int) -> bool:
         if not self.spec.profile:
             return False
+        # the measured step, and those after the timed ones, are under the profiler
         return step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps
 
     def _warm_up(self) -> MemoryTimeline | None:
@@ -141,6 +146,7 @@ class Training:
                 timeline = self._measured_step(step)
                 continue
             seconds = self._step(step, timed=False)
+            # steps after the warm-up that are not timed yet: the wind tunnel calibrates on them
             if step >= self.spec.warmup:
                 self.network.note_step(step, seconds, self.ledger.of_step)
         return timeline
@@ -169,6 +175,7 @@ class Training:
             if self.spec.engine == "lab":
                 after.callback(events.watch_edges(waits.note))
             for step in range(first, self.spec.total_steps):
+                # the profiler drops its own warm-up steps, so their units are not noted either
                 if step >= first + self.spec.profiler_warmup:
                     self.unit_states.step = step
                 self.profiler.step_done(self._step(step, timed=False))
@@ -178,17 +185,21 @@ class Training:
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.context.heartbeat.enter("data", step)
+        # drawing batches is loading time, reported apart and no part of the step
         asked = time.perf_counter()
         batches = self._batches(step)
         if step == 0:
             self._tell_of_the_model(batches)
         loading = time.perf_counter() - asked
+        # memory and snapshots are recorded around training alone
         with around:
+            # two readings around the step say how long the rank lacked a core in it
             before = core_time()
             start = time.perf_counter()
             loss = self.setup.train_step(batches)
             seconds = time.perf_counter() - start
             after = core_time()
+        # the device is done, as the loss was read: times of its kernels are known now
         events.flush()
         self.ledger.write()
         tokens = self._sum(self.workload.tokens, batches)
@@ -203,6 +214,7 @@ class Training:
             "core_wait_s": waited_s(before, after, torch.get_num_threads()),
         }
         self.context.append("steps", row)
+        # after its row, so that the record has the step that diverged
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}; {self._remedy}")
         return seconds
@@ -243,6 +255,7 @@ class Training:
         trace, snapshot = None, None
         if self.spec.profile:
             trace = self.context.mailbox.of(self.context.rank, MEMORY_TRACE)
+            # torch's own snapshot of the allocator; there is one on CUDA alone
             snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz")
         recorder = MemoryRecorder(
             model=self.setup.model,
@@ -269,6 +282,7 @@ class Training:
         """Draw the micro-batches of each rank that this process plays."""
         ranks: Sequence[int] = [self.context.rank]
         if self.spec.engine == "twin":
+            # the twin sees the batches of all ranks in one process
             ranks = range(self.spec.world_size)
         return [micro_batches(self.spec, self.workload, step, rank, self.context.device) for rank in ranks]
 

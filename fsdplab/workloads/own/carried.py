@@ -45,6 +45,7 @@ def saved(workload: Workload) -> str:
     ModelError where a part of it cannot be sent.
     """
     path = _saved.get(workload)
+    # the folder of this process may have been cleared meanwhile
     if path is None or not os.path.exists(path):
         path = _saved[workload] = _written(workload)
     return path
@@ -76,7 +77,9 @@ def workload_from(path: Path) -> Workload:
     _cloudpickle()
     try:
         whole = pickle.loads(path.read_bytes())
+        # behind the rank's own entries
         sys.path += [entry for entry in whole["path"] if entry not in sys.path]
+        # tracebacks look the lines of a cell up there
         for name, source in whole["cells"].items():
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         content = pickle.loads(whole["dump"])
@@ -95,6 +98,7 @@ def _dumped(content: dict[str, Any]) -> bytes:
     except Exception as error:  # whatever an object's own pickling raises
         culprit = "the workload"
         for name, part in {**content["functions"], "units": content["units"]}.items():
+            # one part after the other: the first that fails alone is named
             if not _can_be_sent(part):
                 culprit = name
                 break
@@ -155,12 +159,14 @@ def _cells() -> dict[str, str]:
 def _sources(workload: Workload) -> str:
     """Return the text of each cell or file that the functions, and the classes of a notebook, are from."""
     main = [*vars(sys.modules["__main__"]).values()]
+    # a notebook's own classes, not those that it has imported
     classes = [value for value in main if isinstance(value, type) and value.__module__ == "__main__"]
     functions: list[Any] = [*workload.functions.values()]
     for kind in (*classes, *(workload.given_units or ())):
         functions += vars(kind).values()
     files: dict[str, None] = {}
     for function in functions:
+        # attributes of a class that are no functions have none
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is not None:
             files[code.co_filename] = None

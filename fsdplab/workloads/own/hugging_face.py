@@ -45,6 +45,7 @@ class CausalLM(ReadsText):
         with torch.random.fork_rng(), _parameters_on_meta(), WithoutValues(), _plainly():
             where = self.config
             if where.name == "config.json":
+                # transformers takes the folder of a config.json
                 where = where.parent
             config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
             self._check(config)
@@ -74,6 +75,7 @@ class CausalLM(ReadsText):
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        # no cache of keys and values: that is for generating
         logits = model(input_ids=batch[0], use_cache=False).logits  # (B, T, V)
         return functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
 
@@ -141,6 +143,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            # keeps shape and dtype, and gives its memory back at once
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         register(self, name, param)
 
@@ -155,6 +158,7 @@ def _shared_names(model: nn.Module) -> list[tuple[str, list[str]]]:
     """Return the names of each parameter that has several: the first, and the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # a tied head: lm_head.weight and embed_tokens.weight are one parameter
         names.setdefault(id(parameter), []).append(name)
     return [(first, others) for first, *others in names.values() if others]
 
@@ -186,6 +190,7 @@ def _weights_in(folder: Path) -> Iterator[Weights | None]:
             file = stack.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118  # no dict
                 file_of[name] = file
+        # a tensor at a time is read, though the files are gigabytes
         yield lambda name: file_of[name].get_tensor(name) if name in file_of else None
 
 
@@ -208,6 +213,7 @@ def _fill(model: nn.Module, seed: int, weights: Weights | None, second_names: se
                     missing.append(_joined(place, name))
                 else:
                     value = stored
+            # of a sharded parameter each rank keeps its slice of the value
             fill_parameter(parameters[name], value)
     if missing:
         raise ModelError(
@@ -227,6 +233,7 @@ def _initial(model: Any, module: nn.Module, parameters: dict[str, nn.Parameter],
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(zlib.crc32(stream.encode()))
         for name, parameter in parameters.items():
+            # whole and on the CPU, so that every rank and the twin draw the same numbers
             module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape))
         try:
             if hasattr(module, "reset_parameters"):

@@ -18,6 +18,7 @@ from .value import Workload
 def workload_in(path: Path) -> Workload:
     """Return the workload of a file with model(), batch(at), loss(model, batch); ModelError where it has none."""
     whole = path.expanduser().resolve()
+    # the time of change is a part of the cache's key: an edited file is imported again
     return _workload_in(whole, whole.stat().st_mtime_ns)
 
 
@@ -44,6 +45,7 @@ def _imported(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        # a half-imported module would be found by the next import
         del sys.modules[name]
         raise ModelError(f"{path.name} cannot be imported: {where_in(path, error)}") from error
     return module
@@ -58,6 +60,7 @@ def beside_it(folder: str) -> None:
     behind = 0
     for place, entry in enumerate(sys.path):
         if entry in of_python:
+            # behind the last of Python's own folders
             behind = place + 1
     sys.path.insert(behind, folder)
 

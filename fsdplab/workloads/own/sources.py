@@ -42,6 +42,7 @@ class Source:
     def digest(self) -> str:
         """Return sixteen hex digits that differ when the file does; modules that it imports have no part in them."""
         if self.kind == VALUE:
+            # NAME-DIGEST.workload: the digest was made when the file was written
             return self.path.name.removesuffix(CARRIED).rpartition("-")[2]
         return hashlib.blake2b(read_file(self.path, 10**10), digest_size=8).hexdigest()
 
@@ -62,6 +63,7 @@ def kind_of(model: str) -> str:
         return FILE
     if model.endswith(CARRIED):
         return VALUE
+    # before any look at the disk: no folder called gpt2 takes the place of the preset
     if "\0" in model or model in SHAPES:
         return PRESET
     if model.endswith(".json") or "/" in model or Path(model).is_dir():
@@ -147,6 +149,7 @@ def _check_python(path: Path) -> None:
     except ValueError as error:  # bytes that are no text
         raise ModelError(f"{path} is no Python source: {error}; {_HOW}") from None
     defined = set(_defined(tree.body))
+    # a star import or a branch may define what is missing
     if "*" in defined:
         return
     missing = [name for name in NEEDED if name not in defined]
@@ -175,5 +178,6 @@ def _defined(statements: list[ast.stmt]) -> list[str]:
         elif isinstance(statement, (ast.If, ast.Try, ast.With)):
             names.append("*")  # which of its statements run is known when they do
         else:
+            # names that are only read are among them: what is missing in truth is found when the file is imported
             names += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
     return names

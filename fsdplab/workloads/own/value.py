@@ -50,6 +50,7 @@ class Workload(Task):
                 raise ModelError(f"{what} is {_kind(function)}; expected a function{_HINTS.get(what, '')}")
         if not name:
             name = getattr(model, "__name__", type(model).__name__)
+            # names that would say nothing in a table
             if name in ("model", "<lambda>"):
                 name = "own model"
         self.name: str = name
@@ -73,6 +74,7 @@ class Workload(Task):
         if not any(parameter.requires_grad for parameter in built.parameters()):
             raise ModelError("model() has no parameter that requires a gradient; expected at least one to train")
         if torch.device(device).type != "meta":
+            # what model() has put on another device than the current one
             built = built.to(device)
         return _without_whole_compile(built).train()
 
@@ -112,6 +114,7 @@ class Workload(Task):
     def samples(self, drawn: Drawn) -> int | None:
         """Return the first size of the first tensor in a batch; None where it has none."""
         for tensor in _tensors(drawn.content):
+            # a scalar, such as a weight of the loss, counts no samples
             if tensor.dim():
                 return len(tensor)
         return None
@@ -148,11 +151,13 @@ def one_scalar(value: Any) -> Tensor:
         named = value.get("loss")
         value = tuple(value.values())
     else:
+        # an output of transformers, for example
         named = getattr(value, "loss", None)
     if isinstance(named, Tensor):
         return _scalar(named)
     if isinstance(value, (tuple, list)) and value:
         scalars = [_scalar(part) for part in value]
+        # begins with a tensor: 0 + tensor would be one more operator
         return sum(scalars[1:], scalars[0])
     return _scalar(value)
 
@@ -215,12 +220,14 @@ def _checked_units(units: Any) -> tuple[type[nn.Module], ...] | None:
 def _seeded(seed: int) -> Iterator[None]:
     """Seed Python's, numpy's and torch's random numbers inside; afterwards they are as they were."""
     numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
+    # what a caller has drawn so far goes on afterwards as if nothing had been drawn here
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
+            # numpy takes 32 bits, torch 64
             numpy.random.seed(seed % 2**32)
         try:
             yield
@@ -232,9 +239,11 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _without_whole_compile(model: nn.Module) -> nn.Module:
     """Return the model without torch.compile around all of it: an engine's hooks lie between its units."""
+    # torch.compile(model) is a module around the model, which it holds as `_orig_mod`
     plain = getattr(model, "_orig_mod", model)
     compiled = plain is not model
     for module in plain.modules():
+        # module.compile() leaves the module as it is, with another call
         if getattr(module, "_compiled_call_impl", None) is not None:
             module._compiled_call_impl = None
             compiled = True
