@@ -128,6 +128,7 @@ def _by_module(trace: Work | str | Path) -> dict[tuple[str, str], float]:
         if on_device and KINDS[kind] == OPERATOR:  # it only launched, and runs while the device works
             continue
         key = module, KINDS[kind]
+        # a mean step, so that traces with unlike numbers of steps can be compared
         sums[key] = sums.get(key, 0.0) + own_ns / work.steps
     return sums
 
@@ -279,6 +280,7 @@ def _sentence(rows: Sequence[Row], total: float) -> str:
 def _of_steps(rows: Sequence[Row], beyond: str) -> str:
     """Whether the steps differ beyond their spread, and the part that differs most: in the same direction, then."""
     parts = [row for row in rows if row["part"] != _LOADING]
+    # loading lies inside the other parts and would count twice
     total = sum(row["difference_ns"] for row in parts)
     is_same = beyond == "no" or not total
     if is_same:

@@ -83,6 +83,7 @@ def number_format(shapes: str) -> str:
         return ""
     dims, types, *_ = json.loads(shapes)
     for dim, kind in zip(dims or (), types or ()):
+        # vectors are biases and scales, which may have another type than the product
         if isinstance(dim, list) and len(dim) > 1:
             name = str(kind).lower()
             return "fp8" if _EIGHT_BITS.match(name) else _FORMATS.get(name, "")
