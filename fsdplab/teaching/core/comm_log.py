@@ -100,6 +100,7 @@ class WireLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0]
+            # c10d::send(tensors, group, dst, tag), and recv_ with src at the same place
             peer = args[2] if name in ("send", "recv_") else None
             self.calls.append(Call(_KINDS.get(name, name), _bytes_of(args[0]), peer))
         return func(*args, **(kwargs or {}))

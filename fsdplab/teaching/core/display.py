@@ -54,6 +54,7 @@ def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[o
         return lambda other: None
 
     def replace(other: object) -> None:
+        # the page did not redraw the figure by itself, so the output is emptied first
         if isinstance(other, Shown) and not (below and below.draw(other.figure)):
             handle.update(_Between())
         handle.update(other)
@@ -98,6 +99,7 @@ class Table:
     caption: str = ""
 
     def __str__(self) -> str:
+        # under each heading a line as wide as the column's longest cell
         rules = ["-" * max(map(len, cells)) for cells in zip(self.header, *self.rows, strict=True)]
         lines = aligned([self.header, rules, *self.rows])
         if self.caption:

@@ -149,6 +149,7 @@ def questions_of(path: Path) -> Iterator[Question | Choice]:
     for item in items:
         title, _, body = item.partition("\n")
         id = title.strip()
+        # paragraphs; options, slips and hints need no blank line between them
         parts = [part.strip() for part in re.split(r"\n\n|\n(?=- |\d\. )", body) if part.strip()]
         is_choice = any(map(_OPTION.match, parts))
         try:
@@ -192,8 +193,10 @@ def _question(id: str, parts: list[str], names: str) -> Question:
 
     def slip(source: str, cause: str) -> Slip:
         wrong = _expression(source, names)
+        # `right` in a slip's expression is the question's own number, such as `0.25 * right`
         return Slip(cause, lambda it: wrong(it, expected(it)))
 
+    # `it` is there only once a run or a measurement is: without it the number is known now
     is_about_data = "it" in compile(right[1], right[1], "eval").co_names
     first, second, third = hints
     return Question(
@@ -210,6 +213,7 @@ def _question(id: str, parts: list[str], names: str) -> Question:
 
 def _choice(id: str, parts: list[str]) -> Choice:
     """Read a choice from its paragraphs."""
+    # what stands before the first option is the statement
     begins = next(number for number, part in enumerate(parts) if _OPTION.match(part))
     options, because, bold, unread = {}, {}, [], 0
     for part in parts[begins:]:

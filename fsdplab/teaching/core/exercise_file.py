@@ -116,6 +116,7 @@ class Exercise:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """Return a nudge, a pointer, and nearly the solution."""
+        # the first piece is what stands before `1. `, and empty
         numbered = re.split(r"^\d\. ", self._paragraphs[-1], flags=re.MULTILINE)
         return tuple(" ".join(hint.split()) for hint in numbered[1:])
 
@@ -177,6 +178,7 @@ class Exercise:
         """Return the lines between docstring and check."""
         check = _CHECK.search(self.text)
         before_check = self.text if check is None else self.text[: check.start()]
+        # the docstring is the learner's statement, and no part of the solution
         return before_check.split("\n")[self._starts :]
 
     def _kept(self, stub: bool = False) -> str:
@@ -193,6 +195,7 @@ class Exercise:
                 stub_lines = []
             elif bare.startswith("### END SOLUTION"):
                 if stub:
+                    # the `##` lines where the stub is working code, else the dots with their comment
                     lines += stub_lines or gap or []
                 gap = None
             elif bare.startswith("## ") or bare == "##":
@@ -218,6 +221,7 @@ class Exercise:
     @cached_property
     def returns(self) -> bool:
         """Return whether the reference returns a value."""
+        # a function that only changes its arguments is not asked for a value
         return any(isinstance(node, ast.Return) and node.value for node in ast.walk(ast.parse(self.reference)))
 
     def module(self) -> types.ModuleType:
@@ -253,6 +257,7 @@ class Exercise:
     def complaints(self) -> list[str]:
         """Return what the file lacks, a line each."""
         try:
+            # a stub with a gap must be Python too, since its cell is run as it was given
             module = self.module()
             for source in (self.stub, self.reference):
                 compile(source, str(self.path), "exec")
@@ -263,6 +268,7 @@ class Exercise:
         complaints = []
         if len(self.hints) != 3:
             complaints.append(f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}")
+        # a stage only checks, the function stands in the exercise that it is a stage of
         needed_functions = ["cases"]
         if not self.is_stage:
             needed_functions.insert(0, self.function)

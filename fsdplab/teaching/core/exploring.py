@@ -30,6 +30,7 @@ class Explorer:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # every axis begins at its first value; `set` refuses a start that its axis does not have
         start = self.values
         self.values = {name: axis[0] for name, axis in self.axes.items()}
         for name, value in start.items():
@@ -89,6 +90,7 @@ def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
     def slider(name: str, axis: Axis) -> ipywidgets.SelectionSlider:
         options = []
         for value in axis:
+            # (label, value): 1,000,000 is shown, 1000000 is what the view gets
             label = f"{value:,}" if isinstance(value, int) else str(value)
             options.append((label, value))
         made = ipywidgets.SelectionSlider(

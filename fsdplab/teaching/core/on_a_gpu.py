@@ -32,6 +32,7 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
     on_gpus = [record for record in records if record.environment.get("device") == "cuda"]
     if not on_gpus:
         return present(_none("the check that is kept ran on the CPU, as a rehearsal"))
+    # on the machine's own links: an emulated one would hide what the GPUs do
     fitting = [record for record in on_gpus if record.spec["strategy"] == strategy and not record.spec["link"]]
     if not fitting:
         return present(_none(f"the check that is kept has no {strategy} run"))

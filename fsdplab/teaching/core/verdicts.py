@@ -90,6 +90,7 @@ class Verdict:
         if self.feedback is None:
             return f"{self.exercise}: passed. {self.note}".strip()
         rows = list(self.feedback.rows())
+        # labels in a column as wide as the longest of them
         width = max((len(label) for label, _ in rows), default=0)
         lines = [f"{self.exercise}: {self._look[1]}. {self.feedback.headline}"]
         for label, text in rows:
@@ -146,6 +147,7 @@ def first_difference(
     by `tolerance`, relative to the largest expected magnitude:
     `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
     """
+    # numpy's numbers first: an np.int64(3) is as right as 3
     got = plain(got)
     if _is_tensor(expected):
         return _tensor_difference(expected, got, tolerance, name)
@@ -153,6 +155,7 @@ def first_difference(
         return _dict_difference(expected, got, tolerance, name)
     if isinstance(expected, (list, tuple)):
         return _sequence_difference(expected, got, tolerance, name)
+    # True is an int to Python, and must not pass for 1
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
         return _number_difference(expected, got, tolerance, name)
     if type(expected) is not type(got):
@@ -198,6 +201,7 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
     differs = _unequal(expected, got, tolerance)
     if not differs.any():
         return None
+    # the first place, row by row, such as (1, 0)
     index = tuple(differs.nonzero()[0].tolist())
     return Difference(name, "value", _plain(expected[index].item()), _plain(got[index].item()), index)
 
@@ -210,6 +214,7 @@ def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> tor
     allowed = 0.0
     if expected.numel():  # max() of an empty tensor is an error
         allowed = tolerance * expected.nan_to_num(0.0).abs().max().item()
+    # `not <=` instead of `>`: a NaN on one side differs too
     return ~((expected - got).abs() <= allowed) & ~both_nan
 
 
