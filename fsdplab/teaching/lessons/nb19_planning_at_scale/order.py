@@ -137,6 +137,7 @@ def _judged(planned: Plan, order: dict[str, Any]) -> str:
             f"a step reads {spec.gpus} x {spec.micro_batch} x {SEQUENCE:,} = {spec.step_tokens:,} tokens, the job"
             f" allows {STEP_TOKENS:,}: fewer GPUs, or a smaller micro-batch"
         )
+    # first whether it is in time, then what it costs: fewer days often cost more
     takes = days(planned)
     if takes > DAYS:
         changes: Changes = {"more GPUs": {"gpus": 192}, **_LESS_WORK}
@@ -167,6 +168,7 @@ def _good(order: dict[str, Any]) -> bool:
 
 def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, Any]], bool]) -> str:
     """Return the fewest changes after which an order is one that `helps`: `full checkpointing, or more GPUs`."""
+    # one change if one is enough, else each pair, and so on
     for count in range(1, len(changes) + 1):
         helpful = []
         for words in combinations(changes, count):
