@@ -68,6 +68,7 @@ class Rule:
         }
         title = self.title.format(**words).strip()
         text = self.text.format(**words).strip()
+        # a remedy that depends on the run is made by a function, and has no braces
         remedy = self.remedy(facts) if callable(self.remedy) else self.remedy.format(**words)
         return Finding(**vars(fact), title=title, text=text, remedy=remedy, is_fault=self.is_fault)
 

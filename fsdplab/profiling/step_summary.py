@@ -165,6 +165,7 @@ def _parts(row: Row) -> list[int]:
     """By `PARTS_OF_EXPOSED`; by the cause alone in records of earlier versions."""
     if row.get("waiting_ns") is not None:
         return [row.get(name) or 0 for name in PARTS_OF_EXPOSED]
+    # (on the link, copying, waiting, without a core): all of it is what the cause says
     if row["cause"] == "waiting_for_peer":
         return [0, 0, row["exposed_ns"], 0]
     return [row["exposed_ns"], 0, 0, 0]

@@ -200,6 +200,7 @@ def _parts(record: RunRecord) -> dict[str, list[float]]:
     # computing, exposed and idle time: these sum to the step
     parts = {words: _column(breakdown, name) for name, words in _OF_STEP.items()}
     if breakdown[0].get("on_link_ns") is None:  # a record of before
+        # then all exposed time counts as the link's
         parts["exposed: on link"] = _column(breakdown, "exposed_ns")
     if idle:
         parts |= {words: _column(idle, name) for name, words in _OF_IDLE.items()}
@@ -243,6 +244,7 @@ def _row(key: tuple[str, str, str, str], before: Row | None, after: Row | None) 
     """A row of the difference, from the rows of one operator or kernel in both runs; None in the run without it."""
     kind, name, shapes, unit = key
     state = _state(before is not None, after is not None)
+    # a row that one run lacks took no time there
     nothing = {"time_ns": 0.0, "count": 0.0}
     before = before or nothing
     after = after or nothing
@@ -282,6 +284,7 @@ def _of_steps(rows: Sequence[Row], beyond: str) -> str:
     parts = [row for row in rows if row["part"] != _LOADING]
     # loading lies inside the other parts and would count twice
     total = sum(row["difference_ns"] for row in parts)
+    # a difference inside of the spread is none, though a part may still differ beyond its own
     is_same = beyond == "no" or not total
     if is_same:
         whole = "The steps do not differ beyond their spread"

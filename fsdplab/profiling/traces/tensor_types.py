@@ -62,6 +62,7 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
     """
     if not isinstance(dims, list) or not dims:
         return 0
+    # a list of tensors has lists as its lengths
     if not all(type(length) is int and length >= 0 for length in dims):
         return 0
     nbytes = math.prod(dims) * _item_bytes(str(kind).lower())

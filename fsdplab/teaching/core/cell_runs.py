@@ -98,6 +98,7 @@ def run_ranks(line: str, cell: str) -> None:
     # a cell without a number runs on the ranks that stay, whatever their number
     if wanted.fresh is None and _staying:
         ranks = _staying[0].world_size
+    # how cells reach the GPUs, once for each number of ranks
     _say_devices(ranks)
     if wanted.fresh is None and (wanted.chosen is not None or _staying):
         _run_on_staying(cell, wanted)

@@ -127,6 +127,7 @@ def solution(exercise: str) -> Callable[..., Any]:
     function = find(exercise, Exercise).function
     path = solution_file(exercise)
     whose, why = "the reference", "yours has not passed its check yet"
+    # the reference lies in a folder of its own
     if path == current().workspace.file_of(exercise):
         whose, why = "your", "its check passed"
     print(f"{exercise}: using {whose} {function} ({why})")

@@ -44,6 +44,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
     These leave a result on one rank alone.
     """
     kinds = set(kinds_of(calls))
+    # with another collective beside it the result may reach all ranks
     if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
         return ""
     used = (kinds & _TO_ONE_RANK).pop()
@@ -83,6 +84,7 @@ def bytes_sent(call: Call, ranks: int) -> float:
     """
     if call.kind == "send":
         return call.nbytes
+    # logged are a reduce-scatter's 4 bytes of output: the whole is 12 bytes on 3 ranks, of which 8 are sent
     whole = call.nbytes * (ranks if call.kind == "reduce_scatter" else 1)
     return _TIMES.get(call.kind, 1) * whole * (ranks - 1) / ranks
 

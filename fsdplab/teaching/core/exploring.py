@@ -56,6 +56,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     """
     explorer = Explorer(view, axes, dict(start or {}))
     below = present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    # shown below the sliders, whose moves call `update`
     update = present_live(explorer.render(), below)
     if below:
         below.on_resize(lambda: update(explorer.render()))

@@ -43,6 +43,7 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
 
 def _none(why: str) -> Note:
     """Return the note that stands in place of the figure, with the command that would measure it."""
+    # a clone is worked in from its root, where the short path is right
     typed = "data/gpu" if checkout() else str(KEPT)
     then = f"`fsdplab gpu-check --out {typed}` measures it, and this cell then shows the figure."
     return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))

@@ -45,6 +45,7 @@ def register_beside(notebooks: Path) -> None:
     """Register each folder `exercises/78` beside some notebooks, in place of one beside other notebooks."""
     for folder in sorted((notebooks / "exercises").glob("[0-9][0-9]")):
         for id, (source, _) in list(_registered.items()):
+            # the package's own folder of this number stays
             is_teachers_folder = isinstance(source, Path) and source.parent != _EXERCISES
             if id.startswith(f"{folder.name}.") and is_teachers_folder:
                 del _registered[id]

@@ -176,6 +176,7 @@ def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, 
             for word in words:
                 changed |= changes[word]
             if helps(changed):
+                # all sets of as few changes are told, as alternatives
                 helpful.append(", and ".join(words))
         if helpful:
             return ", or ".join(helpful)

@@ -99,6 +99,7 @@ def _row(learner: str, path: Path, workspace: Workspace) -> Row:
         if seen is not None:
             figures |= seen.trials[0][0].returned.get("_leaderboard", {})
         if feedback is not None:
+            # as many stages as have passed: the next one is the one that failed
             stopped = f"{STAGES[passed]}: {feedback.cause}"
             break
         passed += 1
