@@ -214,7 +214,7 @@ def test_somebodys_own_notebooks_are_not_taken_for_the_course(monkeypatch, tmp_p
 
 
 def test_no_message_sends_to_a_package_index_for_fsdplab():
-    """`pip install fsdplab` may install something else: messages ask how_to_install."""
+    """`pip install fsdplab` may install something else: messages ask how_to_install, or give a wheel's address."""
     texts = [*(ROOT / "fsdplab").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb"), *ROOT.glob("*.md")]
-    named = re.compile(r"pip install (?:-\S+ )*[\\\"']*fsdplab")
+    named = re.compile(r"pip install (?:-\S+ )*[\\\"']*fsdplab(?!\[notebook\] @ )")
     assert [path.name for path in texts if named.search(path.read_text(encoding="utf-8"))] == []

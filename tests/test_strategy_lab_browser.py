@@ -198,6 +198,10 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(
         lab.answered(lambda: lab.press("Show the answer"))
         lab.says("You said 200 MB for B")
         page.screenshot(path=str(tmp_path / "5-guessed.png"))
+        page.get_by_text("What would change if").click()
+        page.locator(".fl-changes td").first.wait_for(timeout=SHORT_MS)
+        lab.says("You said 200 MB for B")
+        page.get_by_text("What would change if").click()
         lab.answered(lambda: lab.press("Guess first"))
 
         page.get_by_label("Link between the ranks, typed").fill("fast")

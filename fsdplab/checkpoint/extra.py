@@ -49,6 +49,7 @@ class PerRank:
         rank, ranks = 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
+        # Saved by 4 ranks and loaded by 4, rank 2 gets the state of rank 2.
         if len(state["ranks"]) == ranks:
             _give_state(self.holder, state["ranks"][rank])
         elif self.on_other_ranks is not None:
@@ -86,7 +87,7 @@ def random_states() -> PerRank:
     def seed_anew(states: list[Any]) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         digest = hashlib.sha256(repr((rank, states)).encode()).digest()
-        seed = int.from_bytes(digest[:7], "big")
+        seed = int.from_bytes(digest[:7], "big")  # 56 bits, which both generators take
         random.seed(seed)
         torch.manual_seed(seed)
 
@@ -108,6 +109,7 @@ def entries_of(extra: Extra) -> dict[str, Any]:
         tensors: dict[str, torch.Tensor] = {}
         plain = _without_tensors(_state_of(name, holder), "", tensors)
         entries[name] = {"plain": as_plain_bytes(f"the extra state {name!r}", plain), "tensors": tensors}
+        # Of the plain values alone, which one rank writes for all.
         digests[name] = hashlib.sha256(repr(plain).encode()).digest()
     by_rank = _of_all_ranks(digests)
     names: set[str] = set().union(*by_rank)
@@ -146,6 +148,7 @@ def tensors_to_load(name: str, holder: Any, plain: Any, metadata: Metadata) -> d
 
     ValueError for a sharded tensor where the object has none: nothing tells how it is to be sharded.
     """
+    # An optimizer that has not stepped has no tensors yet into which to load.
     if isinstance(holder, torch.optim.Optimizer) and not holder.state:
         make_states(holder, parameters_of(holder))
     of_holder: dict[str, torch.Tensor] = {}
@@ -163,6 +166,7 @@ def tensors_to_load(name: str, holder: Any, plain: Any, metadata: Metadata) -> d
                     f"the extra state {name!r} has the sharded tensor {path!r} of shape {tuple(about.size)} in the"
                     " checkpoint, and none like it here; give the object its tensors before it is loaded"
                 )
+            # None that fits: a whole one on the CPU, which `load_state_dict` takes over.
             tensor = torch.empty(about.size, dtype=about.properties.dtype)
         tensors[path] = tensor
     return tensors
@@ -203,12 +207,14 @@ def _give_state(holder: Any, state: Any) -> None:
     if isinstance(holder, Stateful):
         holder.load_state_dict(state)
     else:
+        # The same dict: others may hold it.
         holder.clear()
         holder.update(state)
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Copy a value, with marks in the places of tensors; put the tensors into `tensors`."""
+    # {"a": [tensor, 2]} becomes {"a": [("fsdplab tensor", "a.0"), 2]}, with the tensor under "a.0".
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         mark = _SHARDED if isinstance(value, DTensor) else _TENSOR

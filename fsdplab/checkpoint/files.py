@@ -57,6 +57,7 @@ def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def written() -> dict[str, dict[str, Any]]:
+        # DCP calls the files of rank 3 `__3_0.distcp`, `__3_1.distcp` and so on.
         paths = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
         if rank == 0:
             paths.append(folder / ".metadata")
@@ -82,6 +83,7 @@ def check_manifest(folder: Path, required: bool) -> Files | None:
     it is `required`.
     """
     files = on_all_ranks(partial(_manifest, folder))
+    # Ranks on different machines may see different copies of the folder.
     if len(set(_gathered(files is None))) > 1:
         raise CheckpointDamaged(f"only some ranks see {folder / MANIFEST}; copy the checkpoint again, to every machine")
     if files is not None:
@@ -108,11 +110,13 @@ def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None
     """
     reach = _reach(metadata)
     _refuse(folder, [partial(_out_of_reach, folder, name, end, files) for name, end in reach.items()])
+    # Plain values are unpickled, which is tried here. Tensors are read only where no manifest has checked their files.
     tensors, values = [], []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             values.append(MetadataIndex(name))
         elif files is None and isinstance(entry, TensorStorageMetadata):
+            # A tensor has a chunk for each shard, and each chunk its own place in a file.
             tensors += [MetadataIndex(name, chunk.offsets, number) for number, chunk in enumerate(entry.chunks)]
     places = metadata.storage_data
     _refuse(folder, [partial(_harm, folder, index, places.get(index), metadata) for index in tensors + values])
@@ -141,6 +145,7 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None
     try:
         outcome: tuple[Any, Exception | None] = action(), None
     except (OSError, ValueError, RuntimeError) as error:
+        # Raised after the exchange, in which the other ranks wait for this one.
         outcome = None, error
     outcomes = _gathered(outcome, group)
     for _, failure in outcomes:
@@ -154,6 +159,7 @@ def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Of 5 checks on 2 ranks the first does 0, 2 and 4, the second 1 and 3.
     results = [check() for check in checks[rank::ranks]]
     reasons: list[str] = []
     for of_rank in _gathered([reason for reason in results if reason is not None]):
@@ -196,6 +202,7 @@ def _is_entry(entry: Any) -> bool:
 def _reach(metadata: Metadata) -> dict[str, int]:
     """Return by file how many bytes the entries of the metadata reach into it."""
     ends: dict[str, int] = {}
+    # An entry of 20 bytes at 100 reaches to 120; each file must be as long as its last entry reaches.
     for place in metadata.storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
@@ -224,6 +231,7 @@ def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         return f"{MANIFEST} names {name!r}, which lies elsewhere"
     if not path.is_file():
         return f"{name} is missing, which {MANIFEST} names"
+    # The size first: a file that was cut short need not be hashed.
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{name} has {size:,} bytes of {entry['bytes']:,} in {MANIFEST}"
@@ -239,6 +247,7 @@ def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
 def _inside(folder: Path, name: str) -> Path | None:
     """Return the path of a file of the folder; None for a name that leads elsewhere or is none."""
     path = folder / name
+    # "../a", "a/b" and "/a" have other parents than the folder; ".." has not.
     if path.parent != folder or name == ".." or "\0" in name:
         return None
     return path
@@ -293,6 +302,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         kind = getattr(dcp_metadata, name, None)
+        # Only classes that DCP's metadata module defines, none that it has imported.
         if isinstance(kind, type) and module == kind.__module__ == dcp_metadata.__name__:
             return kind
         if (module, name) in _ALLOWED:
@@ -372,6 +382,7 @@ def _is_described(entry: Any) -> bool:
     parts = _parts(entry, size=torch.Size, properties=TensorProperties, chunks=list)
     if parts is None or _parts(parts["properties"], dtype=torch.dtype) is None:
         return False
+    # Chunks of (3, 4) and (2, 4) fill a tensor of (5, 4): 12 + 8 = 20 elements.
     elements = 0
     for chunk in parts["chunks"]:
         if not isinstance(chunk, ChunkStorageMetadata) or not _lies_in(parts["size"], chunk):

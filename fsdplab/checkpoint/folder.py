@@ -154,6 +154,7 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 damaged[path] = error
                 continue
+            # Set aside only now that a good one is loaded; earlier damaged ones make room for these.
             if damaged:
                 self._on_first(lambda: self._remove(self._damaged_ones()))
             for newer, reason in damaged.items():
@@ -178,6 +179,7 @@ class CheckpointFolder:
     ) -> None:
         saved = CheckedCheckpoint(path, require_manifest=True)
         about = saved.value_of(_ABOUT) or {}
+        # Somebody has renamed the folder: it does not hold the step that its name says.
         if about.get("step", step) != step:
             raise CheckpointDamaged(f"{path} holds step {about['step']}; give it the name of its step again")
         if not about.get("finite", True) and not self.allow_nan:
@@ -185,6 +187,7 @@ class CheckpointFolder:
         self._check_job(path, about.get("job"), force)
         for name in sorted(extras.names_in(saved.metadata) - {*extra, _RANDOM, _ABOUT}):
             self._warn(f"{path} has the extra state {name!r}, which nobody asked for: it is not restored")
+        # The random states of every rank, which `saved.load` gives back like any extra state.
         if saved.value_of(_RANDOM) is not None:
             extra = {**extra, _RANDOM: extras.random_states()}
         saved.load(model, optimizer, extra)
@@ -193,6 +196,7 @@ class CheckpointFolder:
     def _check_job(self, path: Path, saved: dict[str, Any] | None, force: bool) -> None:
         if saved is None or self.job is None:
             return
+        # A setting that only one of the two has differs too.
         differing = sorted(name for name in {*saved, *self.job} if saved.get(name) != self.job.get(name))
         settings = [f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]]
         said = f"{path} is of another job: {', '.join(settings)}"
@@ -264,6 +268,7 @@ class CheckpointFolder:
         """Return when the last save is published; raises `CheckpointNotSaved` with the reason if it failed."""
         if self._pending is None:
             return
+        # Forgotten first, so that a failure is reported once.
         (step, saved), self._pending = self._pending, None
         try:
             saved.result()
@@ -292,7 +297,9 @@ class CheckpointFolder:
             return
         extra = _with_names_checked(extra)
         about = {"step": step, "job": self.job, "finite": self._is_finite}
+        # Over the live memory; `async_save` returns when it has copied that to host memory.
         state = all_states(model, optimizer, {**extra, _RANDOM: extras.random_states(), _ABOUT: about})
+        # Each rank looks at its shards, and all take the same decision.
         wrong = on_each_rank(lambda: _not_finite_in(state), self._group)
         if names := [name for each in wrong for name in each]:
             self._found_not_finite(f"before the save of step {step}, {names[0]!r} is not finite ({len(names)} in all)")
@@ -300,6 +307,7 @@ class CheckpointFolder:
         name = f"step-{step:08d}"
         unfinished = self.folder / f".{name}.{self._token}"
         writer = dcp.FileSystemWriter(str(unfinished), overwrite=False)
+        # Under a hidden name with this job's token: not a checkpoint yet, whatever happens from here on.
         written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         publish = partial(self._publish, written, unfinished, step, self._is_finite)
         self._pending = step, self._thread.submit(publish)
@@ -326,12 +334,14 @@ class CheckpointFolder:
             try:
                 return attempt()
             except CheckpointNotSaved as error:
+                # Rank 0 decides, so that no rank tries again while another one raises.
                 left_s = self._on_first(lambda: deadline - time.monotonic())
                 if left_s <= 0:
                     raise
                 pause_s = min(pause_s, left_s)
                 self._warn(f"{error}; tries again in {pause_s:.0f} s")
             time.sleep(pause_s)
+            # Pauses of 1, 2, 4, 8, 16, 30, 30 s, and so on.
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _wait_for_room(self, newest: Path) -> None:
@@ -352,6 +362,7 @@ class CheckpointFolder:
         trial = self.folder / f".room.{self._token}"
         trial.mkdir()
         try:
+            # Files of the sizes of the newest checkpoint are reserved, and removed again.
             for path in newest.iterdir():
                 with (trial / path.name).open("wb") as file:
                     if size := path.stat().st_size:
@@ -373,6 +384,7 @@ class CheckpointFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         for path in self.folder.iterdir():
+            # Left by a job that was killed: under the lock no other job is writing here.
             if _HIDDEN.fullmatch(path.name):
                 shutil.rmtree(path)
         return os.urandom(4).hex()
@@ -384,6 +396,7 @@ class CheckpointFolder:
 
     def _publish(self, written: Future[Any], unfinished: Path, step: int, is_finite: bool) -> None:
         try:
+            # The files of all ranks, then their checksums, then the name that says that all of it is there.
             written.result()
             write_manifest(unfinished, self._group)
             self._on_first(partial(self._rename, unfinished, step))
@@ -398,6 +411,7 @@ class CheckpointFolder:
         if self._lock is not None:
             self._lock.check()
         path = self.folder / f"step-{step:08d}"
+        # The names in the folder reach the disk before its own does: a loss of power leaves no half under `step-N`.
         to_disk(unfinished)
         if path.exists():  # neither loaded nor written by this job
             self._set_aside(path)
@@ -413,9 +427,11 @@ class CheckpointFolder:
                 " loads; nothing was removed"
             )
             return
+        # With keep=2 and good ones at 10, 20 and 30: 20 and 30 are kept, and 10 is old.
         kept = sorted(self._good & {*present})[-self.keep :]
         last_not_finite = max(self._not_finite, default=0)
         old = [path for at, path in present.items() if at in self._not_finite and at < last_not_finite]
+        # Until there are `keep` good ones, nothing older is removed.
         if len(kept) == self.keep:
             old += [path for at, path in present.items() if at < kept[0] and path not in old]
             old += self._damaged_ones()
@@ -451,7 +467,7 @@ def _not_finite_in(state: dict[str, Any]) -> list[str]:
         tensors |= {f"{name}.{key}": value for key, value in values.items()}
     wrong = []
     for name, value in tensors.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = value.to_local() if isinstance(value, DTensor) else value  # this rank's shard
         if isinstance(local, torch.Tensor) and local.is_floating_point() and not bool(local.isfinite().all()):
             wrong.append(name)
     return wrong

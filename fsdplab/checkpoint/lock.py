@@ -61,6 +61,7 @@ class Holder:
 def _start_of(pid: int) -> str | None:
     """When a living process started; "" where the system does not say, None where it has ended."""
     try:
+        # "42 (my job) S 1 ...": behind the name, which may have blanks, word 0 is the state and word 19 the start.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         if Path("/proc/self/stat").exists():
@@ -102,6 +103,7 @@ class FolderLock:
         self._thread.join()
         try:
             with self._opened() as descriptor:
+                # If this process stood still for long, another job may hold the folder by now.
                 if _read(descriptor)[0] in (None, self._holder):
                     self.path.unlink()
         except FileNotFoundError:
@@ -114,12 +116,14 @@ class FolderLock:
                 holder, renewed = _read(descriptor)
                 if holder is None or holder == self._holder:
                     return _write(descriptor, self._holder)
+                # On one machine it can be seen at once whether the holder lives.
                 if holder.machine == self._holder.machine:
                     if holder.lives():
                         raise self._in_use(holder)
                     return _write(descriptor, self._holder)
                 if first_seen is None:
                     first_seen = holder, renewed
+                # Renewed while this process watched: the holder lives.
                 if first_seen != (holder, renewed):
                     raise self._in_use(holder)
                 if time.monotonic() - watched_since > GONE_AFTER_S:

@@ -49,6 +49,7 @@ def make_states(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
         for group, rate in zip(optimizer.param_groups, rates):
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        # An optimizer makes the state of parameters that have a gradient, and of no others.
         with zero_gradients(optimizer, parameters):
             optimizer.step()
     finally:
@@ -71,6 +72,7 @@ class SavedOptimizer:
         """
         self.groups: dict[str, Group] = {}  # by their numbers
         for name, value in values.items():
+            # "optim.param_groups.0.lr" is key "lr" of group "0".
             number, _, key = name.removeprefix(GROUPS).partition(".")
             self.groups.setdefault(number, {})[key] = value
 
@@ -111,6 +113,7 @@ class SavedOptimizer:
         first_of: dict[str, str] = {}  # number of a saved group -> the first parameter of the group that takes it
         for group in groups:
             known = [name for name in group["params"] if name in self.group_of]
+            # All parameters of the group were added after the save.
             if not known:
                 matched.append(group)
                 continue
@@ -132,6 +135,7 @@ class SavedOptimizer:
         """Return the states of this optimizer, by parameter, which the file has too; made where there is none yet."""
         lacking = []
         for name, parameter in zip(_names_of(groups), parameters_of(optimizer)):
+            # Only what the file has: a parameter without saved state begins without.
             if name in self.entries and parameter not in optimizer.state:
                 lacking.append(parameter)
         make_states(optimizer, lacking)

@@ -89,6 +89,7 @@ class CheckedCheckpoint:
         _check("model", "model.", {"model": model_state}, self.entries)
 
         saved = SavedOptimizer(self.metadata, self._read(self._hyperparameters()))
+        # An optimizer that has not stepped gets zeros, into which the saved states are read.
         states = saved.states_to_load(optimizer, groups, lambda: states_of(model, optimizer)["optim"]["state"])
         _check("optimizer", STATE, {"optim": {"state": states}}, saved.entries_of(groups))
         groups = saved.match(optimizer, groups)
@@ -98,6 +99,7 @@ class CheckedCheckpoint:
         for name, holder in extra.items():
             tensors[name] = extras.tensors_to_load(name, holder, plain[name], self.metadata)
             extra_state[name] = {"tensors": tensors[name]}
+        # Into the live memory: each rank reads its shards of parameters and states.
         loaded = self._read({"model": model_state, "optim": {"state": states}, "extra": extra_state})
         set_model_state_dict(model, loaded["model"])
         give_states(optimizer, groups, loaded["optim"]["state"])
@@ -127,6 +129,7 @@ class CheckedCheckpoint:
         try:
             dcp.load(state, storage_reader=files.CheckedReader(str(self.folder)), planner=files.CheckedPlanner())
         except CheckpointException as error:
+            # DCP collects the failures of all ranks; the first is shown.
             reason = next(iter(error.failures.values()))[0]
             raise files.CheckpointDamaged(
                 f"the checkpoint in {self.folder} cannot be read ({reason}), and a part of it may have been loaded;"
@@ -144,6 +147,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     on_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     for name, value in get_model_state_dict(model).items():
         if isinstance(value, DTensor):
+            # An all-gather, in which all ranks take part; only rank 0 keeps the result.
             value = value.full_tensor()
         if on_rank_0:
             whole[name] = value.to("cpu", copy=True)  # the gathered one may be padded, or be the parameter itself
@@ -164,6 +168,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 def all_states(model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras.Extra | None) -> dict[str, Any]:
     """Return what a save writes; ValueError for a value that could not be loaded again."""
     state = states_of(model, optimizer)
+    # What is no tensor is pickled, and a load would refuse more than plain values.
     plain = {}
     for name, value in flatten_state_dict(state)[0].items():
         if not isinstance(value, torch.Tensor):
@@ -196,6 +201,7 @@ def _find(folder: Path) -> None:
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:
     """Raise ValueError unless the file's entries with a prefix are those of the `expected` state."""
+    # Both sides as name -> "(8, 4) torch.float32": one comparison finds what is absent, too.
     saved = {}
     for name, entry in entries.items():
         if name.startswith(prefix):

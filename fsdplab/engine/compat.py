@@ -77,6 +77,7 @@ def reduce_scatter_single(
 def collectives_are_replaced() -> bool:
     """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers."""
     for name in _COLLECTIVES:
+        # Who patches `dist.all_reduce` leaves `distributed_c10d.all_reduce`, the original, as it is.
         function = getattr(dist, name, None)
         if function is not getattr(dist.distributed_c10d, name, None) and function not in events.counters:
             return True
@@ -94,7 +95,7 @@ _COLLECTIVES = (
 
 def inside_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # -1: no graph task runs here
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -332,6 +333,7 @@ def differ(
     """Whether two tensors of one shape and dtype differ in a bit (NaNs may be equal); a tensor on other devices than
     the CPU, which the host then need not wait for.
     """
+    # As whole numbers, bit by bit: as floats a NaN differs from itself, and 0.0 equals -0.0.
     word = _WORDS.get(one.itemsize)
     if word is not None:
         one, other = one.view(word), other.view(word)
@@ -368,6 +370,7 @@ def own_storage(
         return view
     if view.numel() == 0 or view.is_meta:
         return view.new_empty(view.shape)
+    # A tensor that comes through DLPack has a storage of its own, which begins at its first element.
     flat = view.contiguous().view(-1).view(torch.uint8)
     return torch.from_dlpack(torch.utils.dlpack.to_dlpack(flat)).view(view.dtype).view(view.shape)
 

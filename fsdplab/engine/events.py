@@ -80,6 +80,7 @@ def listening() -> bool:
 
 def emit(event: Event) -> None:
     """Hand one event to every subscriber."""
+    # A copy of the list: a callback may end its own subscription.
     for callback in tuple(_subscribers):
         callback(event)
 
@@ -113,6 +114,7 @@ def tag(
 
 def span(label: str, unit: str = "") -> torch.profiler.record_function:
     """Open a profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
+    # Ranges cost no call of Python's while nobody watches their edges.
     kind = _WatchedSpan if _edge_watchers else torch.profiler.record_function
     return kind(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
 

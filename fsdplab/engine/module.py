@@ -56,6 +56,7 @@ class FSDPModule(TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
+        # All gathers are issued before one is waited for.
         for hooks in all_hooks_of(self):
             hooks.unshard()
         handle = UnshardHandle(units_under(self, recurse=False))
@@ -80,6 +81,8 @@ class FSDPModule(TorchFSDPModule):
             )
         unfinished = runtime.left_unfinished
         runtime.reset()
+        # Some units have handed out gradients of the step that raised and others have not: no optimizer may use half of
+        # them.
         for param in (param for unit in runtime.units.values() for param in unit.memory.params if unfinished):
             param.at_rest.grad = None
 
@@ -98,6 +101,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False announces that another backward comes before the optimizer steps."""
+        # Before the first forward no root is known, so this module is taken for it.
         hooks = self._unit_hooks
         (hooks.runtime.root if hooks.runtime else hooks.unit).is_last_backward = is_last_backward
 
@@ -111,6 +115,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.memory.fewer_ranks = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
+        # A unit that reshards from now on must notice backwards that none of its outputs announces.
         for module in self.modules() if recurse else [self]:
             for hooks in all_hooks_of(module):
                 hooks.watch_parts()
@@ -229,6 +234,7 @@ class FSDPModule(TorchFSDPModule):
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
         runtime = bound(self)
+        # Before the first forward no gradient can have been accumulated.
         if runtime.has_run:
             runtime.finalize_backward()
         return Pending(lambda: None) if async_op else None  # the gradients are there already
@@ -252,6 +258,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, of the sharded ones also while the modules show unsharded ones."""
         super(TorchFSDPModule, self).zero_grad(set_to_none)
+        # While a unit is unsharded, what torch resets are the gradients of the unsharded parameters.
         for param in (param for unit in units_under(self, recurse=True) for param in unit.memory.params):
             param.zero_gradient(set_to_none)
 
@@ -273,6 +280,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Apply a function (`to`, `to_empty`) to the shards, and take over what it puts in their place."""
         for unit in units_under(self, recurse=True):
+            # The function must see shards, and may write to them: so peers have read them first.
             unit.reshard_by_hand()
         with watching_meta_buffers(self, below(self)):
             module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
@@ -326,6 +334,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return `FSDP<Name>`, a subclass; its `forward`, called directly, runs the hooks that `__call__` runs."""
     if cls not in _classes:
         body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
+        # A class without a forward of its own has none to guard.
         if cls.forward is not nn.Module.forward:
             body["forward"] = _guarded_forward_of(cls)
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
@@ -338,6 +347,7 @@ def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     @compat.frame_not_compiled
     @wraps(cls.forward, updated=())
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # From `__call__`, whose hooks have gathered them, or after `unshard()`.
         if _is_gathered(self):
             return self._unit_hooks.run(self, cls.forward, self, *args, **kwargs)
         return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
@@ -370,4 +380,5 @@ def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: fully_shard it first")
     units = (unit for module in modules for unit in units_under(module, recurse=False))
+    # Weak: units may name each other.
     return [weakref.ref(unit) for unit in dict.fromkeys(units)]

@@ -74,6 +74,7 @@ def fully_shard(
             f" got {axes.mesh}"
         )
     after = partial(_after_forward, reshard_after_forward)
+    # The row of the strategy table that these arguments ask for.
     name = "full_shard"
     if not axes.shards:
         name = "no_shard"
@@ -130,6 +131,7 @@ def shard_model(
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
         _make_units([module], config, lambda _: row.reshard_after_forward, ignored_params or ())
+    # The root is known here, so units get their names and `prefetch` before the first forward.
     bind_root(model, prefetch)
     return model
 
@@ -156,6 +158,7 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
             f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
             f" how many of the {ranks} ranks a unit stays sharded after its forward"
         )
+    # Of 8 ranks: 1 keeps the whole, 8 is an ordinary reshard, 2 and 4 cut it over as many neighbours.
     return {1: False, ranks: True}.get(wanted, wanted)
 
 
@@ -221,6 +224,7 @@ def _make_units(
     title = "+".join(type(module).__name__ for module in modules)
     memories = [UnitMemory(title, params, configs[axes]) for axes, params in params_over.items()]
     for memory in memories:
+        # Its checksums of the wholes come first: after the cut no rank has these.
         weights = WholeWeights(memory)
         memory.shard()
         weights.cut()
@@ -285,8 +289,10 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
         if group.size() > 1:
             over_dim = transport_of(group, device, wanted)
         transports.append(over_dim)
+    # Of a 1-D mesh [shards], of a 2-D one [replicas, shards].
     *replicas, over_shards = transports
     storage = storage_of(offload, device, row)
+    # Without offload shards rest in memory that the transport may read in place.
     if over_shards is not None and type(offload) is OffloadPolicy:
         storage = over_shards.storage(device)
     if not row.shard_optimizer:  # nothing is cut: the one dimension of the mesh replicates
@@ -326,6 +332,7 @@ def _sharded_param(
             f" {original.device_mesh.device_type} for DTensor and {config.device.type} for FSDP: parameter {name!r}"
         )
     if not original.is_meta and original.device.type != config.device.type:
+        # The object stays, since other modules may show it too.
         compat.move_data(original, config.device)
     param = in_its_form(ShardedParam(name, sites, original, config.axes, dim))
     if isinstance(param, PartedParam) and not config.strategy.shard_parameters:
@@ -342,6 +349,7 @@ def _placed(
     """Return the dimension to cut `original` along and the mesh to cut it over: 0 and the unit's, or what
     `shard_placement_fn` says.
     """
+    # A strategy that cuts nothing: None leaves the parameter whole at rest.
     if not config.strategy.shard_optimizer:
         if place is not None:
             raise ValueError(
@@ -378,7 +386,7 @@ def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
             f"Shard dim {wanted.dim} is invalid for {local.ndim}D tensor: {local.shape}. shard_placement_fn gave it for"
             f" parameter {name!r}"
         )
-    return wanted.dim % local.ndim
+    return wanted.dim % local.ndim  # -1 of a matrix is 1
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -45,17 +45,21 @@ def stacked_bars(
     `stacked_bars({"zero1": "3 MB"}, [Part("activations", "#cc7fa8", [3.0])], "peak (MB)")`.
     """
     rows, levels = list(ends), levels or {}
+    # the bars' ends in units of the axis; the axis is longer, since words follow each bar
     reached = _reached(rows, parts, marked)
     axis_end = _axis_end(reached, ends, levels)
     pixels = plot_width(map(_broken, rows)) / axis_end  # a unit of the axis
     segments = [_segment(part, rows, hover, number, pixels) for part in parts]
     figure = go.Figure(segments)
     figure.update_layout(barmode="stack", xaxis_title=axis)
+    # a row is placed by its full name; what is written beside the axis may be two lines
     written_rows = [_broken(row) for row in rows]
     names = dict(tickmode="array", tickvals=rows, ticktext=written_rows)
+    # plotly puts the first row at the bottom unless the axis is reversed
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **names)
     figure.update_xaxes(range=[0, axis_end])
     for row, words in ends.items():
+        # how many units of the axis the words take
         room = (words_width(words) + 24) / pixels
         # words that a line would cross stand behind the line
         crossed = [at for at in levels.values() if 0 <= at - reached[row] < room]
@@ -89,6 +93,7 @@ def _broken(row: str) -> str:
     if len(row) <= _LONG_NAME or len(parts) == 1:
         return row
     pairs = []  # of lines, for each place of the break
+    # `a, b, c` may break after a or after b
     for at in range(1, len(parts)):
         first, second = ", ".join(parts[:at]), ", ".join(parts[at:])
         pairs.append((first, second))
@@ -103,7 +108,9 @@ def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Map
     for row, end in reached.items():
         room = words_width(ends[row]) + 20
         share = max(0.2, 1 - room / width)  # of the width, left of the row's words
+        # a bar of 30 MB whose words take a quarter of the width needs an axis of 40 MB
         needed.append(end / share)
+    # a line's name is centred on it, so half of the name is right of the line
     needed += [1.15 * at for at in levels.values()]
     return max(needed) or 1.0
 
@@ -119,6 +126,7 @@ def _segment(
             fits = words_width(text, _LETTERS) + 6 < length * pixels
             texts.append(text if fits else "")
     look: dict[str, Any] = {}
+    # white or dark letters, whichever has more contrast
     if texts:
         look = dict(text=texts, textfont=dict(size=_LETTERS, color=ink_on(part.colour)))
     return go.Bar(
@@ -127,6 +135,7 @@ def _segment(
         y=rows,
         x=part.lengths,
         marker=dict(color=part.colour, line=dict(color=EDGE, width=1)),
+        # an empty <extra> takes away plotly's box with the trace's name, which the text has already
         hovertemplate=f"%{{y}}<br>{part.name}: {hover}<extra></extra>",
         **INSIDE,
         **look,
@@ -143,9 +152,11 @@ def whiskers(runs: Sequence[RunView], unit_s: float = 1.0) -> dict[str, Any] | N
         low, median, high = run.summary.step_time_s.q1, run.step_median, run.summary.step_time_s.q3
         if low and median and high:
             any_known = True
+            # plotly takes lengths from the median, not places on the axis
             below.append(abs(median - low) / unit_s)
             above.append(abs(median - high) / unit_s)
         else:
+            # whiskers go by place: a run without quartiles gets one of no length
             below.append(0.0)
             above.append(0.0)
     if not any_known:
@@ -222,6 +233,7 @@ def downsample(marks: list[Mark], limit: int = LIMIT) -> tuple[list[Mark], str]:
         return marks, ""
     ordered = sorted(marks, key=lambda mark: (mark.y, mark.group, mark.start))
     lanes = list(grouped(ordered, lambda mark: (mark.y, mark.group)).values())
+    # one window for all lanes, so that they are equally coarse
     window = _window(lanes, limit)
     drawn = []
     for of_lane in lanes:
@@ -236,10 +248,12 @@ def _window(lanes: list[list[Mark]], limit: int) -> float:
     every_mark = list(chain(*lanes))
     start = min(mark.start for mark in every_mark)
     end = max(mark.end for mark in every_mark)
+    # bisection; 20 halvings of the span come to a millionth of it
     low, high = 0.0, end - start
     for _ in range(20):
         middle = (low + high) / 2
         runs = sum(len(_runs(of_lane, middle)) for of_lane in lanes)
+        # few enough marks, so a smaller window may do
         if runs <= limit:
             high = middle
         else:
@@ -251,6 +265,7 @@ def _runs(marks: list[Mark], window: float) -> list[list[Mark]]:
     """Return the marks of a lane in runs of neighbours that together span at most `window` ms."""
     runs: list[list[Mark]] = []
     for mark in marks:
+        # marks of a lane are in the order of their starts; the window begins with a run's first
         if runs and mark.end - runs[-1][0].start <= window:
             runs[-1].append(mark)
         else:
@@ -263,6 +278,7 @@ def _joined(run: list[Mark]) -> Mark:
     first, last = run[0], run[-1]
     if len(run) == 1:
         return first
+    # ms, without the gaps that the mark bridges
     busy = sum(mark.end - mark.start for mark in run)
     end = max(mark.end for mark in run)
     from_name, to_name = first.name.removeprefix(" · "), last.name.removeprefix(" · ")
@@ -275,6 +291,7 @@ def mark_lanes(
 ) -> list[go.Bar]:
     """Draw one trace a group, in the order of `colours`; `height` is in lanes, `span` the clock's length in ms."""
     by_group = grouped(marks, lambda mark: mark.group)
+    # of a millisecond, beside the longest of the lanes' labels
     pixels = plot_width(["rank 0  reduce-scatter"]) / span
     bars = []
     for group, colour in colours.items():
@@ -300,10 +317,12 @@ def _span(mark: Mark, pixels: float) -> Span:
     """Return a mark's bar with the longest of its names that fits its width; `pixels` is that of a millisecond."""
     length = mark.end - mark.start
     text = ""
+    # the name's first part, else the short name; a mark of several has neither
     for name in (mark.name.partition(" · ")[0], mark.short):
         if name and words_width(name, _LETTERS) <= length * pixels - 6:
             text = name
             break
+    # of several intervals what they fill; of one its length
     busy = seconds((mark.busy or length) / 1e3)
     hover = f"{mark.name.removeprefix(' · ')}<br>{busy}"
     return Span(mark.y, round(mark.start, 4), round(length, 4), text, hover)

@@ -38,10 +38,12 @@ def conclusion(runs: Sequence[RunView]) -> str:
     base, sharded = _baseline(runs), most_sharded(runs)
     if base is None or sharded is None:
         return ""
+    # both are one run, as where only one was made: its own amounts instead of differences
     if base is sharded:
         memory, sent, step = _memory(base), _sent(base), _time(base)
     else:
         memory, sent, step = _memory_beside(sharded, base), _sent_beside(sharded, base), _time_beside(sharded, base)
+    # the measured step is the only time there is, so all goes into one sentence
     if not (sharded.steady.step_time_s and base.steady.step_time_s):
         hidden = _hidden(sharded) if sent else ""
         return _sentence(_name(sharded), [memory, sent + hidden, step])
@@ -58,6 +60,7 @@ def _on_steady_card(sharded: RunView, base: RunView, measured_step: str) -> str:
         step = _step_words(_steady(sharded) / _steady(base) - 1)
     words = "Simulated on the steady card, "
     if sharded.steady.overlap is not None:
+        # `that` is what the sentence before says it sends
         words += f"it hides {percent(sharded.steady.overlap)} of that, and "
     words += step
     if measured_step:
@@ -87,10 +90,13 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
     both = [run for run in runs if run.steady.step_time_s and run.step_median]
     if not both or core_words(both):
         return ""
+    # the run that is furthest off, in either direction
     run = max(both, key=lambda run: abs(_ratio(run) - 1))
     off = _ratio(run) - 1
+    # nothing is claimed within the scatter of its own steps
     if abs(off) <= max(_AGREES, run.summary.step_time_s.scatter or 0):
         within = max(1, round(100 * abs(off) + 0.49))  # rounded up, so that it holds
+        # the worst is within it, so all are
         return f"The measured steps agree with it within {within} %."
     excess = known(run.step_median) - _steady(run)
     which = run.label
@@ -127,6 +133,7 @@ def change_words(runs: Sequence[RunView]) -> str:
     gain = percent(known(change.gain))
     words = f"Most valuable change to {run.label}: {change.words}: {gain} more tokens/s (simulated)"
     if change.peak_bytes and run.peak:
+        # the change is predicted, the run's own peak was measured
         words += f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)"
     elif change.peak_bytes:  # of a run whose memory was not measured
         words += f", {size(change.peak_bytes)} (predicted)"
@@ -143,6 +150,7 @@ def _parts(run: RunView, excess: float) -> list[tuple[float, str]]:
         return []
     copying = comm.copying_s or 0.0
     waiting = (comm.waiting_s or 0.0) + (comm.no_core_s or 0.0)
+    # the simulated step has exposed time too: only what is beyond it explains a difference
     link = comm.on_link_s - exposed
     computing = excess - copying - waiting - link
     return [
@@ -168,6 +176,7 @@ def _baseline(runs: Sequence[RunView]) -> RunView | None:
     """Return the lab's unsharded run, else another engine's, else the first run."""
     candidates = _compared(runs)
     unsharded = [run for run in candidates if run.strategy in UNSHARDED]
+    # of several the first: `min` keeps the order of the runs
     return min(unsharded or candidates[:1], key=_is_of_others, default=None)
 
 
@@ -177,6 +186,7 @@ def most_sharded(runs: Sequence[RunView]) -> RunView | None:
     full = [run for run in candidates if run.strategy in _RESHARDING]
     if full:
         return min(full, key=_is_of_others)
+    # nothing here reshards after the forward: the run of least memory stands for sharding
     base = _baseline(runs)
     others = [run for run in candidates if run is not base]
     return min(others, key=lambda run: run.peak or float("inf"), default=base)
@@ -215,6 +225,7 @@ def _hidden(run: RunView) -> str:
     part = run.summary.comm.overlap
     if part is None or core_words([run]):
         return ""
+    # an emulated link; or the real one that GPUs and somebody's own jobs have
     linked = emulated_links([run]) or run.traced or run.recorded or run.device != "cpu"
     if part < _ALIKE and not linked:
         return " (no link is emulated, so there is nothing to hide; --link 150MB/s emulates one)"
@@ -236,6 +247,7 @@ def _memory_beside(run: RunView, base: RunView) -> str:
     if abs(change) < _ALIKE:
         return f"{needs}, as {base.label} does"
     difference = _percent(change, "more", "less")
+    # said only where sharding is what makes the run fit
     if base.over_card and not run.over_card:
         difference += f", and {base.label} is over the card of {size(base.card)}"
     return f"{needs} instead of {size(base.peak)} ({difference})"
@@ -257,6 +269,7 @@ def _time_beside(run: RunView, base: RunView) -> str:
         return _time(run)
     if core_words([run, base]):
         return ""
+    # the shorter median wins only beyond the spread of both runs' steps
     outcome = race([run.summary.step_time_s, base.summary.step_time_s])
     if len(outcome.leaders) > 1:
         return "no difference of their steps is seen"
@@ -279,9 +292,11 @@ def _sentence(name: str, parts: Sequence[str]) -> str:
     predicates = [part for part in parts if part]
     if not predicates:
         return ""
+    # `FSDP (full_shard) needs 232 MB a rank, sends as much, and its step is 8 % longer.`
     *others, last = predicates
     if others:
         return f"{name} {', '.join(others)}, and {last}."
+    # `zero1: its step takes 98 ms.`, but `zero1 needs 300 MB a rank.`
     has_its_own_subject = last.startswith(("its ", "no "))
     return f"{name}: {last}." if has_its_own_subject else f"{name} {last}."
 
@@ -304,6 +319,7 @@ def gaps(run: RunView) -> list[str]:
     for category in CATEGORIES:
         predicted = run.predicted_split.get(category, 0)
         measured = run.split.get(category, 0)
+        # 8 MB predicted, 10 MB measured, peak 300 MB: off by 2, more than 1.0 (a tenth) and than 1.5 (0.5 %)
         if abs(predicted - measured) > max(NEAR * measured, SMALL * run.peak):
             both = f"{CATEGORY_NAMES[category]} {size(predicted)} predicted, {size(measured)} measured"
             sentences.append(f"{run.label}: {both}: {_why(run, category, predicted < measured)}")
@@ -315,6 +331,7 @@ def _why(run: RunView, category: str, too_little: bool) -> str:
     if run.status == "failed":
         return "the run failed before its step was whole"
     peak = known(run.peak)
+    # as much in all, split otherwise
     if abs((run.predicted_peak or 0) - peak) <= ALIKE * peak:
         return (
             "the totals agree, so two instants of the step are about equally high, and the prediction's split is that"
@@ -332,6 +349,7 @@ def verdict(runs: Sequence[RunView]) -> str:
         return "No peak of these runs is predicted"
     worst = max(predicted, key=_off)
     off = _off(worst)
+    # would read as 0.0%
     if off < 0.0005:
         return "Every predicted peak is within 0.1% of the measured one"
     return f"Predicted peaks are within {off:.1%} of the measured ones; {worst.label} is furthest off"
@@ -367,6 +385,7 @@ def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Findin
     """Return (label, findings) of every profiled run, in order."""
     by_run = []
     for run, record in zip(views(records), records):
+        # the table that every profiled step has a row in
         if record.table("breakdown"):
             by_run.append((run.label, findings(record)))
     return by_run
@@ -405,6 +424,7 @@ def costliest(records: Sequence[RunRecord], most: int = 3) -> list[Advice]:
     run gains on the steady card, by what it gains and costs; then by the seconds of the finding.
     """
     chosen: list[Advice] = []
+    # from the most valuable on, passing over runs and kinds that are chosen already
     for advice in _by_worth(_every_advice(records)):
         labels = {taken.label for taken in chosen}
         kinds = {taken.finding.kind for taken in chosen}
@@ -427,6 +447,7 @@ def _every_advice(records: Sequence[RunRecord]) -> list[Advice]:
 
 def _by_worth(every_advice: list[Advice]) -> list[Advice]:
     """Order advice by its change, those without one last; within each by the seconds of the finding."""
+    # several findings may call for one change, which has one place
     changes = in_order({advice.change for advice in every_advice if advice.gain})
     places = {change: place for place, change in enumerate(changes)}
 
@@ -438,6 +459,7 @@ def _by_worth(every_advice: list[Advice]) -> list[Advice]:
 
 def _gains(record: RunRecord) -> Mapping[str, Change]:
     """Return what each setting of a run of the lab gains on the steady card at another value; empty for others."""
+    # a recorded job and foreign traces have no settings of the lab
     if record.spec.get("job") or record.summary.traces:
         return {}
     spec = spec_of(record)
@@ -448,6 +470,7 @@ def _gains(record: RunRecord) -> Mapping[str, Change]:
 
 def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advice:
     """Return the best change against the cause of a finding, if any gains; else its own remedy."""
+    # settings against this kind of finding, as far as changing them gains enough
     worth = []
     for name in _SETTINGS_OF.get(finding.kind, ()):
         change = changes.get(name)
@@ -456,6 +479,7 @@ def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advi
     if not worth:
         return Advice(label, finding, finding.remedy)
     best = in_order(worth)[0]
+    # a sentence of its own here, a clause in `change_words`
     what = best.words[0].upper() + best.words[1:]
     gain = percent(known(best.gain))
     words = f"{what}: {gain} more tokens/s on the steady card."

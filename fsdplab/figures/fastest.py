@@ -46,6 +46,7 @@ def _fastest(runs: Sequence[RunView]) -> str:
     outcome = race_of(runs)
     leaders = [runs[place] for place in outcome.leaders]
     names = listed(leaders)
+    # simulated steps have no spread: those that are equal lead together
     if len(leaders) == 1 or all(run.simulated for run in runs):
         step = seconds(leaders[0].step_median)
         return f"{names} {_is(leaders)} fastest, {step} a step"
@@ -79,9 +80,11 @@ def step_words(runs: Sequence[RunView]) -> str:
         return short_of_cores.rstrip(".")
     if len(runs) == 1:
         return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
+    # of all runs, also of those over the card
     slowest = max(runs, key=lambda run: known(run.step_median))
     fitting = those_that_fit(runs)
     fastest = [fitting[place] for place in race_of(fitting).leaders]
+    # the slowest is not told apart from the fastest, so no factor is
     if slowest in fastest:
         return fastest_words(runs)
     shortest = min(known(run.step_median) for run in fastest)
@@ -99,6 +102,7 @@ def race_of(runs: Sequence[RunView]) -> Race:
     if not all(run.simulated for run in runs):
         return race([run.summary.step_time_s for run in runs])
     steps = [known(run.step_median) for run in runs]
+    # equal steps in the order of the runs
     shortest_first = sorted(range(len(runs)), key=lambda place: (steps[place], place))
     least = steps[shortest_first[0]]
     leaders = [place for place in shortest_first if steps[place] <= (1 + _ALIKE) * least]

@@ -76,5 +76,6 @@ def heat_map(
         showscale=bool(scale_title),
     )
     figure = go.Figure(cells.update(more))
+    # plotly puts the first row at the bottom unless the axis is reversed
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return figure.update_xaxes(type="category", showgrid=False)

@@ -23,6 +23,7 @@ class Figure(graph_objects.Figure):
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
+        # raw: these are the output's forms; IPython makes none of its own
         display(self._repr_mimebundle_(), raw=True)
 
     def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, Any]:

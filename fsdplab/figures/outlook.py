@@ -36,6 +36,7 @@ class Outlook:
     def misfit(self) -> str:
         """Why the run will not fit its card, with the bytes that are missing; empty where it fits or nobody knows."""
         needed, card = self.predicted.peak_bytes, self.spec.card
+        # `fits` is None where the memory is not predicted
         if self.predicted.fits is not False or needed is None or card is None:
             return ""
         return f"does not fit the card: {size(needed)} needed, {size(card)} there, {size(needed - card)} too much"
@@ -72,6 +73,7 @@ def predicted(spec: RunSpec) -> tuple[Prediction, str]:
     Kept, so that a control that moves back shows it at once; a new calibration is used from then on.
     """
     path = calibration_file()
+    # the file's time is part of the cache's key, so a new calibration is used at once
     return _predicted(spec, path.stat().st_mtime_ns if path.is_file() else 0)
 
 
@@ -79,6 +81,7 @@ def predicted(spec: RunSpec) -> tuple[Prediction, str]:
 def _predicted(spec: RunSpec, calibrated_ns: int) -> tuple[Prediction, str]:
     found = find_calibration(spec.world_size)
     forecast = predict(spec, found.calibration)
+    # the calibration's remark says it all, unless there is one that gives no step all the same
     if found.calibration is None or forecast.step_time_s is not None or not forecast.by_category:
         return forecast, found.remark
     return forecast, "no step time is predicted for a link or offloading"
@@ -109,5 +112,7 @@ def outlook_html(rows: Sequence[Outlook]) -> str:
     for category in CATEGORY_ROWS.values():
         if any(row.split.get(category.name) for row in rows):
             legend.append(category)
+    # all rows are of one machine: the remark of a row that is drawn stands for all
     remark = next((row.remark for row in rows if row.split), rows[0].remark)
+    # 8 % wider than the longest, so that the card's line is within the picture
     return str(rendered("outlook.html", rows=rows, scale=1.08 * longest, legend=legend, remark=remark))

@@ -39,6 +39,7 @@ def following(figure: Mapping[str, Any]) -> Part:
     for axis in _axes(layout):
         _ink_ticks(axis)
     for note in layout.get("annotations", ()):
+        # a note on a ground of its own keeps its colour
         if "bgcolor" not in note:
             _ink(note, "text")
     traces = list(made.get("data", ()))
@@ -95,6 +96,7 @@ def _ink_ticks(axis: Part) -> None:
     if words is not None:
         axis["ticktext"] = [in_ink(str(word)) for word in words]
         return
+    # the span opens before plotly's number and closes behind it
     axis["tickprefix"] = _SPAN.format(INK) + axis.get("tickprefix", "")
     axis["ticksuffix"] = axis.get("ticksuffix", "") + _END
 
@@ -103,6 +105,7 @@ def _ink_trace(trace: Part) -> None:
     """Put the name in the legend, numbers at the ends of bars, and the scale of colours into ink."""
     _ink(trace, "name")
     words = trace.get("text")
+    # text inside of a bar has the colour that suits the bar
     if trace.get("textposition") in _OUTSIDE and isinstance(words, list):
         trace["text"] = [in_ink(word) if word else word for word in words]
     scale = trace.get("colorbar")

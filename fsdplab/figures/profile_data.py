@@ -63,6 +63,7 @@ def _remedy(record: RunRecord, table: str) -> str:
 def where(rows: Iterable[Row], **values: Any) -> list[Row]:
     """Return the rows that have these values: `where(rows, rank=0, lane="compute")`."""
     wanted = values.items()
+    # items compare as sets: every wanted pair is among the row's
     return [row for row in rows if wanted <= row.items()]
 
 
@@ -85,8 +86,10 @@ def named_rows(record: RunRecord, table: str) -> list[Row]:
 def unnamed(record: RunRecord) -> str:
     """Return what a unit without a name is: in records of before, which left the root nameless, the root."""
     in_steps = _units_of(record, "exposed", "timeline")
+    # the root has a name there, so a row without a unit is outside of all units
     if ROOT in in_steps:
         return OUTSIDE_UNITS
+    # other units have names, so the nameless one is the root; without any names nothing is told by unit
     named = in_steps | _units_of(record, "ledger", "life")
     return ROOT if named - {"", None} else NO_UNIT
 
@@ -105,6 +108,7 @@ def listed(records: RunRecord | Iterable[RunRecord]) -> list[RunRecord]:
 
 def profiled(rows: Sequence[Row], record: RunRecord) -> list[Row]:
     """Return the rows of profiled steps; those of the memory step, which is slow, only if there are no others."""
+    # steps in which memory was recorded
     slowed = distinct(record.table("memory"), "step")
     return [row for row in rows if row["step"] not in slowed] or list(rows)
 
@@ -128,12 +132,14 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
 
 def _median_step(rows: Sequence[Row]) -> int:
     """Return the step whose length, which is its slowest rank's, is the median; the last one where no row has it."""
+    # step -> ns of its slowest rank
     lengths: dict[int, int] = {}
     for row in where(rows, lane="step"):
         length = row["end_ns"] - row["start_ns"]
         lengths[row["step"]] = max(lengths.get(row["step"], length), length)
     if not lengths:
         return max(distinct(rows, "step"))
+    # the lower of two middle ones, so that it is the length of a step
     median = statistics.median_low(lengths.values())
     return next(step for step, length in lengths.items() if length == median)
 
@@ -150,9 +156,11 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
     rows = profiled(rows_of(record, "exposed"), record)
     split = breakdown_of(record)
     by_rank = grouped(rows, lambda row: row["rank"])
+    # the rank of the breakdown, so that all figures and findings are about one
     if split and split.rank in by_rank:
         worst = split.rank
     else:
+        # a record without that table: the most exposed of these rows
         exposed = {rank: sum(row["exposed_ns"] for row in of_rank) for rank, of_rank in by_rank.items()}
         worst = max(exposed, key=lambda rank: exposed[rank])
     steps = split.steps if split else len(distinct(by_rank[worst], "step"))
@@ -177,12 +185,14 @@ def slower_words(record: RunRecord) -> str:
 
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:
     """Return units in the order in which the forward reaches them; units that it never reaches follow by name."""
+    # unit -> ns at which a forward reaches it at the earliest
     first: dict[str, int] = {}
     for row in where(named_rows(record, "timeline"), phase="forward", lane="compute"):
         unit, start = row["unit"], row["start_ns"]
         first[unit] = min(first.get(unit, start), start)
 
     def place(unit: str) -> tuple[bool, float, list[tuple[bool, str]]]:
+        # the root first; then by time, which is infinite for units without a forward; then by name
         return unit != ROOT, first.get(unit, float("inf")), _in_numbers(unit)
 
     return sorted(dict.fromkeys(units), key=place)
@@ -198,6 +208,7 @@ def foremost_units(record: RunRecord, amounts: Mapping[Any, float]) -> tuple[lis
     on those left out: "the 90 foremost of 224 units"). `amounts` are by tuples that begin with a unit.
     """
     weights: dict[str, float] = {}
+    # over phases and kinds; without signs, so that gains and losses do not cancel out
     for (unit, *_), amount in amounts.items():
         weights[unit] = weights.get(unit, 0.0) + abs(amount)
     heaviest_first = sorted(weights, key=lambda unit: -weights[unit])
@@ -239,6 +250,7 @@ def _link_words(link: Link) -> str:
     numbers = []
     if link.bytes_per_s:
         rate = f"{size(link.bytes_per_s)}/s"
+        # a link that was given as a rate, `150MB/s`, is named once
         is_its_name = rate.replace(" ", "").lower() == link.name.replace(" ", "").lower()
         if not is_its_name:
             numbers.append(rate)

@@ -123,13 +123,16 @@ def page() -> float:
 
 def words_width(words: str, size: int = 15) -> float:
     """Return about how many pixels the longest line of a text takes in letters of `size` pixels, without its tags."""
+    # tags such as <b> take no room
     lines = [re.sub(r"<[^>]+>", "", line) for line in words.split("<br>")]
+    # a letter is about half as wide as it is high
     return 0.52 * size * max(map(len, lines))
 
 
 def plot_width(labels: Iterable[str] = ()) -> float:
     """Return pixels of a plot's width on the page beside the labels of its rows."""
     longest = max(map(words_width, labels), default=60)
+    # 54: both margins (44) and the ticks
     return max(100.0, page() - 54 - longest)
 
 
@@ -143,8 +146,10 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     above the plot need.
     """
     room = page() - 24
+    # pixels that a letter takes: 12.6 of the bold title (size 20), 8.4 of the subtitle (size 15)
     titles = wrapped(title, int(room / 12.6))
     subtitles = wrapped(subtitle, int(room / 8.4))
+    # from the top: 82 pixels hold title and subtitle of a line each, then come the legend and the plot
     legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
     top = legend + 18 + _LEGEND_LINE * _legend_rows(figure)
     if _words_above(figure):
@@ -161,6 +166,7 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
             pad=dict(t=lift),
         ),
         margin=dict(l=16, r=28, t=top, b=16),
+        # as a part of the whole height, from the bottom
         legend=dict(y=1 - legend / (height + top)),
         height=height + top,
         meta=dict(alt=alt),
@@ -184,6 +190,7 @@ def _legend_rows(figure: go.Figure) -> int:
     if not names:
         return 0
     labels = list(figure.layout.yaxis.ticktext or ())
+    # without ticks of its own an axis has the bars' rows as labels
     for trace in figure.data:
         if trace.type == "bar":
             labels += [row for row in trace.y or () if isinstance(row, str)]
@@ -191,12 +198,15 @@ def _legend_rows(figure: go.Figure) -> int:
     widths = [words_width(name, 14) + _LEGEND_SIGN for name in names]
     if sum(widths) <= width:
         return 1
+    # plotly gives all columns the width of the longest name
     columns = max(1, int(width // max(widths)))
+    # rounded up
     return -(-len(names) // columns)
 
 
 def legend_of(figure: go.Figure) -> dict[str, str]:
     """Return the names in a figure's legend and their colours; {} where it has none."""
+    # plotly shows no legend of a single trace
     if figure.layout.showlegend is False or len(figure.data) < 2:
         return {}
     colours = {}
@@ -213,6 +223,7 @@ def bare(figure: go.Figure) -> dict[str, Any]:
     described = figure.to_plotly_json()
     top = _ABOVE + 8 if _words_above(figure) else 10
     layout = dict(described["layout"])
+    # the page sets title, subtitle and legend in HTML, so the plot begins just below its upper edge
     layout["title"] = None
     layout["showlegend"] = False
     layout["margin"] = {**layout.get("margin", {}), "t": top}
@@ -224,6 +235,7 @@ def _words_above(figure: go.Figure) -> bool:
     """Whether something stands above the plot: the name of a line, a phase, a button, the labels of an axis."""
     if figure.layout.updatemenus or figure.layout.xaxis.side == "top":
         return True
+    # where notes on the upper edge of the plot are: reference, y and anchor
     above = [("paper", 1, "bottom"), ("y domain", 1, "bottom")]
     return any((note.yref, note.y, note.yanchor) in above for note in figure.layout.annotations)
 
@@ -242,6 +254,7 @@ def _in_pixels(part: Any, scale: float, name: str = "") -> Any:
         return {key: _in_pixels(value, scale, f"{name}.{key}") for key, value in part.items()}
     if isinstance(part, (list, tuple)):
         return [_in_pixels(value, scale, name) for value in part]
+    # `name` is the path to the number, such as `.layout.title.font.size`
     if isinstance(part, (int, float)) and _PIXELS.search(name):
         return part * scale
     return part
@@ -274,17 +287,20 @@ def ink_on(colour: str) -> str:
 def contrast(one: str, other: str) -> float:
     """Return the contrast of two colours by WCAG, 1 to 21: `round(contrast("#ffffff", "#000000")) == 21`."""
     darker, lighter = sorted((_luminance(one), _luminance(other)))
+    # 0.05 is the light that a screen reflects, by WCAG
     return (lighter + 0.05) / (darker + 0.05)
 
 
 def _luminance(colour: str) -> float:
     """Return the relative luminance of `#rrggbb` by WCAG 2."""
     red, green, blue = (_linear(int(colour[start : start + 2], 16) / 255) for start in (1, 3, 5))
+    # how much each contributes to the lightness that eyes see
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _linear(part: float) -> float:
     """Return the light of a part of sRGB, which is coded so that equal steps look alike."""
+    # sRGB is linear near black
     if part <= 0.04045:
         return part / 12.92
     return ((part + 0.055) / 1.055) ** 2.4
@@ -300,10 +316,12 @@ def mark_level(
     """
     x, y = f"x{panel}", f"y{panel}"
     if axis == "x":
+        # an upright line, named above the plot's upper edge
         refs = dict(xref=x, yref=f"{y} domain")
         ends = dict(x0=at, x1=at, y0=0, y1=1)
         beside = dict(x=at, y=1, xanchor="center")
     else:
+        # a level line, named at its left end
         refs = dict(xref=f"{x} domain", yref=y)
         ends = dict(x0=0, x1=1, y0=at, y1=at)
         beside = dict(x=0, y=at, xanchor="left", xshift=6)

@@ -63,9 +63,11 @@ def split_of(run: RunView) -> str:
     """
     if not run.peak or not run.split:
         return MISSING
+    # each group is taken off below, so that all parts add up to the peak
     rest = run.peak
     words = []
     for categories in _GROUPS.values():
+        # of a group's categories, those that the record has
         known = [run.split[category] for category in categories if category in run.split]
         words.append(_megabytes(sum(known)) if known else MISSING)
         rest -= sum(known)
@@ -73,6 +75,7 @@ def split_of(run: RunView) -> str:
 
 
 def _megabytes(nbytes: int) -> str:
+    # `10` from 9.5 MB on, `9.4` and `0.3` below
     decimals = 0 if nbytes >= 9.5e6 else 1
     return f"{nbytes / 1e6:.{decimals}f}"
 
@@ -101,6 +104,7 @@ def scattered(scatter: float | None) -> str:
     """Return ` ±3 %`, ` ±0.4 %`; nothing where it is not known."""
     if scatter is None:
         return ""
+    # `±1 %` from 0.95 % on, `±0.4 %` below
     decimals = 0 if scatter >= 0.0095 else 1
     return f" ±{100 * scatter:.{decimals}f} %"
 
@@ -129,6 +133,7 @@ def optimizer_of(profile: Profile | None) -> str:
         return MISSING
     words = seconds(profile.optimizer_s)
     exchange = (profile.exchange_s or 0.0) / profile.optimizer_s
+    # less would read as 0 %
     if exchange >= 0.005:
         words += f", {percent(exchange)} exchange"
     return words
@@ -136,12 +141,14 @@ def optimizer_of(profile: Profile | None) -> str:
 
 def exposed_of(run: RunView) -> str:
     """Return exposed seconds of a profiled step; `378 ms of 524 ms` where it is longer than a timed one by a tenth."""
+    # 0 ms would claim that something was sent and hidden
     if run.sends_nothing or run.exposed_s is None:
         return MISSING
     words = seconds(run.exposed_s)
     longer = 0.0  # profiled steps than timed ones, as a part of these
     if run.summary.profile:
         longer = run.summary.profile.overhead or 0.0
+    # a timed step of 400 ms, and profiled ones that are 0.31 longer: `of 524 ms`
     if run.step_median and longer > _LONGER:
         words += f" of {seconds(run.step_median * (1 + longer))}"
     return words
@@ -204,7 +211,7 @@ COLUMN_ROWS = (
         in_brief="always",
     ),
     Column(
-        "step, simulated",
+        "step, simulated",  # left out where no run is behind a link that the steady card can simulate
         lambda run: seconds(run.steady.step_time_s),
         "on the steady card, the same on every machine",
         flush_right=True,
@@ -278,6 +285,7 @@ def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str
     """Return those of the columns in which one of the runs has a value at least."""
     rows = [cells(run, columns) for run in runs]
     valued = []
+    # a column of nothing but dashes is left out
     for place, name in enumerate(columns):
         if any(row[place] != MISSING for row in rows):
             valued.append(name)
@@ -314,6 +322,7 @@ def mood(text: str) -> str:
     """
     if OVER in text:
         return "bad"
+    # the whole text, as of `out of memory`, then its words, as of `115 MB equal`
     for word in (text, *text.split()):
         if word in _MOODS:
             return _MOODS[word]

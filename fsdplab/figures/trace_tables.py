@@ -43,6 +43,7 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
 
 def cells(table: Table, most: int = MOST) -> list[list[str]]:
     """Return the first rows as text: times, bytes and shares in their units, a dash where the trace does not say."""
+    # where other rows have units, one without is outside of them; else the trace names none
     nameless = OUTSIDE_UNITS if any(row.get("unit") for row in table.rows) else NO_UNIT
     return [[_shown(column, row, nameless) for column in table.columns] for row in table.rows[:most]]
 
@@ -58,5 +59,6 @@ def _shown(column: Column, row: Row, nameless: str) -> str:
         return MISSING
     if column.key == "unit" and not column.unit:
         is_idle = row.get("what") in (IDLE, BEFORE)  # which is of no unit
+        # idle time belongs to no unit, so it is not called outside of them
         return value or (MISSING if is_idle else nameless)
     return _WRITTEN[column.unit](value)

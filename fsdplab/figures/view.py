@@ -122,12 +122,14 @@ class RunView:
     @property
     def device(self) -> str:
         """`cpu` or `cuda`."""
+        # what was found when it ran, else what was asked for
         said = self.environment.get("device") or self.spec.get("device") or "cpu"
         return "cpu" if said == "auto" else str(said)
 
     @property
     def card(self) -> int | None:
         """The card's bytes."""
+        # a run that has recorded no card has the one that its spec asks for
         card = self.summary.card
         if card and card.bytes:
             return card.bytes
@@ -141,6 +143,7 @@ class RunView:
     @property
     def over_card(self) -> bool:
         """Whether this run's memory did not fit the card."""
+        # a GPU ends such a run; CPU ranks go on beyond an emulated card, so their peak tells
         if self.status == "out_of_memory":
             return True
         return bool(self.card and self.peak and self.peak > self.card)
@@ -170,6 +173,7 @@ def views(runs: Runs) -> list[RunView]:
     """Return RunViews of one record, of several records, or of a comparison dict (`{"runs": [...], "spec": ...}`)."""
     if isinstance(runs, (RunView, RunRecord)):
         return [view(runs)]
+    # the JSON of a comparison
     if isinstance(runs, Mapping):
         return disambiguate_labels([_of_entry(entry, runs) for entry in runs["runs"]])
     if not isinstance(runs, Iterable):
@@ -209,6 +213,7 @@ def _of_entry(entry: Mapping[str, Any], comparison: Mapping[str, Any]) -> RunVie
     formula = (entry.get("predicted") or {}).get("comm_bytes_per_step")
     summary = Summary.from_dict({**entry, "formula_bytes_per_step": formula}, "runs")
     of_all_runs = comparison.get("spec") or {}
+    # a record made up of what the comparison has: it lies in no folder and has no tables
     record = RunRecord(
         Path(),
         spec=of_all_runs | {name: entry[name] for name in ("strategy", "engine", "world_size")},
@@ -226,6 +231,7 @@ def with_verdicts(runs: Iterable[RunRecord | RunView], comparison: Mapping[str, 
     """
     shown = views(runs)
     entries = comparison.get("runs") or []
+    # verdicts are assigned by place, so there must be one for each run
     if len(shown) != len(entries):
         return shown
     judged = []
@@ -244,6 +250,7 @@ def disambiguate_labels(shown: list[RunView]) -> list[RunView]:
 
     Two runs of full_shard become `full_shard` and `full_shard, prefetch 0`; equal runs are numbered.
     """
+    # label -> where it occurs: `{"full_shard": [0, 2], "zero1": [1]}`
     places: dict[str, list[int]] = {}
     for place, run in enumerate(shown):
         places.setdefault(run.label, []).append(place)
@@ -263,7 +270,9 @@ def _notes(namesakes: list[RunView]) -> list[str]:
     Settings at their defaults are left out, unless that makes two notes equal; then equal notes are numbered.
     """
     specs = [{**run.spec, "world_size": run.world_size} for run in namesakes]
+    # compared as text, since a set takes no lists
     differing = [name for name in SETTINGS if len({str(spec.get(name)) for spec in specs}) > 1]
+    # settings at their defaults left out: `full_shard` beside `full_shard, prefetch 0`
     notes = []
     for spec in specs:
         chosen = [name for name in differing if not _is_default(spec, name)]
@@ -273,6 +282,7 @@ def _notes(namesakes: list[RunView]) -> list[str]:
     notes = [settings_words(spec, differing) for spec in specs]
     if len(set(notes)) == len(specs):
         return notes
+    # runs with the same settings, such as a repeated one: only a number tells them apart
     numbered = []
     for number, note in enumerate(notes, 1):
         numbered.append(f"{note}, run {number}".removeprefix(", "))  # equal runs have no setting before it
@@ -304,9 +314,11 @@ def ranks_and_device(runs: list[RunView]) -> str:
         return _ranks_of_traces(runs[0], runs[0].summary.traces, kind)
     # the twin replays the batches of all ranks in one process
     compared = [run for run in runs if run.engine != "twin"]
+    # a twin that is alone is described by itself
     sizes = sorted({run.world_size for run in compared or runs})
     if len(sizes) == 1:
         return plural(sizes[0], f"{kind} rank")
+    # runs of several sizes: `2 and 4 CPU ranks`
     numbers = " and ".join(map(str, sizes))
     return f"{numbers} {kind} ranks"
 
@@ -314,6 +326,7 @@ def ranks_and_device(runs: list[RunView]) -> str:
 def _ranks_of_traces(run: RunView, traces: Traces, kind: str) -> str:
     device = run.environment.get("device_name") or kind
     ranks = plural(run.world_size, f"{device} rank")
+    # the traces of some ranks only were given
     if traces.ranks < run.world_size:
         return f"{traces.ranks} of {ranks}"
     return ranks
@@ -340,6 +353,7 @@ def missing(runs: Iterable[RunView], drawn: Iterable[RunView], why: str) -> str:
     """Name the runs that a figure of these leaves out, for its subtitle: `no_shard is missing: it failed`; `why` is the
     reason of one that came to its end.
     """
+    # by label, which `views` has made unique
     labels = [run.label for run in drawn]
     ends = {"failed": "failed", "out_of_memory": "ran out of memory"}
     clauses = []
@@ -372,6 +386,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
         simulated=[run for run in runs if run.simulated],
     )
     pairs = [
+        # a row each; one whose text is empty does not apply and is left out
         ("measured", _measured(groups)),
         *[("not seen", note) for run in groups.own for note in run.summary.notes],
         *[("measured", _measured_by_profiler(run)) for run in groups.traced],
@@ -380,6 +395,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
         ("cores", _cores(groups)),
         ("predicted", _predicted(groups)),
         ("predicted", _predicted_from_runs(groups)),
+        # these two are always shown, so that "nothing" answers the question what was not real
         ("emulated", _emulated(runs) or "nothing"),
         ("simulated", _simulated(groups) or "nothing"),
     ]
@@ -421,6 +437,7 @@ def _not_in_traces(groups: _Groups) -> str:
     told: set[str] = set()
     for run in groups.traced:
         told.update(_told_by(run))
+    # what none of these traces tells; tokens and losses are in no trace at all
     untold = [quantity for quantity in ("peak memory", "bytes sent") if quantity not in told]
     return ", ".join([*untold, "tokens/s", "losses"])
 
@@ -482,6 +499,7 @@ def emulated_links(runs: list[RunView]) -> str:
     """Return the names of the emulated links that occur: `"25gbe"`, `"25gbe, eth10"`; empty without any."""
     links = set()
     for run in runs:
+        # a run before its start has asked for a link; one that ran has recorded which it got
         name = run.spec.get("emulate") or run.spec.get("link")
         if run.summary.link:
             name = run.summary.link.name

@@ -115,7 +115,7 @@ def sentences(needed: Elsewhere) -> Iterator[tuple[str, str]]:
     """Yield a name and what is needed, in words."""
     if needed.host_bytes:
         yield HOST, _host_sentence(needed)
-        yield "host cores", f"the optimizer is timed as on {OPTIMIZER_CORES} cores a node"
+        yield "host cores", f"{OPTIMIZER_CORES} cores of a node are assumed for the optimizer"
         files = f"{size(needed.drive_bytes)} a node, {size(needed.drive_bytes_per_step)} read or written a step"
         yield "the same states in files", f"{files}; fsdplab plans no step with them"
     assumed = ", assumed; --storage names another" if needed.storage_assumed else ""

@@ -129,9 +129,11 @@ class Details:
     def refresh(self) -> None:
         """Offer the batches of the state, and fill the open tab; two threads may call it at once."""
         with self._drawing:
+            # setting a menu's options calls `_picked`, which must not begin anew
             self._setting = True
             self._list_batches()
             self._setting = False
+            # the index is None where no tab is selected
             tab = TABS[self.tabs.selected_index or 0]
             _show(self.run_menu, tab in OF_ONE_RUN)
             if self.widget.selected_index is not None:  # it is unfolded
@@ -155,8 +157,10 @@ class Details:
         self._shown = now
         self._drawn = {}
         runs = [(run.label, place) for place, run in enumerate(batch.views)]
+        # equal options are left, as new ones would move the menu
         if list(self.run_menu.options) != runs:
             self.run_menu.options = runs
+            # no run can be chosen where there is none
             latest = None
             if runs:
                 latest = len(runs) - 1
@@ -169,9 +173,11 @@ class Details:
         """Write the batches into their menu; it moves to the latest where a record came, not where one was renamed."""
         number = self.batch_menu.value
         latest = self._state.batch
+        # a batch or a record came: the menu moves to the latest
         if latest and _untitled(listed) != _untitled(self._listed):
             number = latest.number
         self.batch_menu.options = [(entry.title, entry.number) for entry in listed]
+        # new options have set the menu to its first entry
         self.batch_menu.value = number
         self._listed = listed
 
@@ -180,9 +186,11 @@ class Details:
         run = 0
         if tab in OF_ONE_RUN:
             run = self.run_menu.value or 0
+        # all that a tab's content depends on
         wanted = (self._shown, tab, run, self._type_scale, self._width_scale)
         if self._filled == wanted:
             return
+        # a figure in a hidden tab would be drawn without a size
         for output in self.outputs.values():
             output.outputs = ()
         opened = self.outputs[tab]
@@ -201,6 +209,7 @@ class Details:
         if self._type_scale == 1:
             return outputs(drawn)
         scaled: list[Piece] = []
+        # HTML takes its size from the page's styles, figures have theirs in pixels
         for piece in drawn:
             if not isinstance(piece, str):
                 piece = enlarged(piece, self._type_scale)
@@ -213,6 +222,7 @@ class Details:
         """Give the batch that is shown its name, and its folder with it."""
         batch = self.batch
         name = change["new"]
+        # the menu has set the name, not the reader
         if self._setting or batch is None or name == batch.name:
             return
         try:

@@ -76,6 +76,7 @@ class Batch:
         """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`; a kept record may lack any setting."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
+        # the settings of the batch: those of its specs, else, as of an earlier kernel, of its records
         recorded: Mapping[str, Any] = {}
         if self.records:
             recorded = self.records[0].spec
@@ -94,6 +95,7 @@ class Batch:
             parts.append(f"link {spec['link']}")
         elif spec.get("emulate"):
             parts.append(f"as {spec.get('as_model')} on {spec['emulate']}")
+        # how many were asked for, not how many have ended
         runs = self.specs or self.records
         parts.append(plural(len(runs), "run"))
         known = [part for part in parts if part]
@@ -143,6 +145,7 @@ class LabState:
     def offered(self) -> list[Batch]:
         """The batches that have records; after several of them, all together."""
         full = [batch for batch in self.batches if batch.records]
+        # one batch alone is all of them
         if len(full) <= 1:
             return full
         return [*full, Batch(0, (), self.records)]
@@ -170,6 +173,7 @@ class LabState:
             return "cancelling: the ranks are being ended"
         if self.status == "idle":
             return self._ready()
+        # every other status is that of a batch
         latest = self.batches[-1]
         records = plural(len(latest.records), "record")
         runs = plural(len(latest.specs), "run")
@@ -212,6 +216,7 @@ class LabState:
         with self._told():
             self.choices = replace(self.choices, **changes)
             self.request = check(self.choices, self.fixed)
+            # a batch that has ended is no longer what the message is about
             if not self.busy:
                 self.status = "idle"
                 self.last_error = None
@@ -225,14 +230,17 @@ class LabState:
                 return ()
             if not self.request.specs:
                 why = "runs on these GPUs are simulated and cannot be measured"
+                # a wrong choice is the reason that is told first
                 if self.request.errors:
                     why = "; ".join(self.request.errors.values())
                 self.status = "idle"
                 self.last_error = f"nothing was started: {why}"
                 return ()
+            # from here on `batches[-1]` is the one that runs
             self.batches.append(Batch(self.next_number, self.request.specs))
             self.status = "running"
             self.last_error = None
+            # earlier batches are announced until a new one begins
             self.kept_words = ""
             self.share = 0.0
             self._doing = "starting"
@@ -259,6 +267,7 @@ class LabState:
         with self._told():
             batch = self.batches[-1]
             place = batch.order.index((spec.strategy, spec.engine))
+            # 3 of 12 steps are a quarter of this run
             self._count(place, step / steps)
             doing = "its ranks are starting"
             if step:
@@ -271,12 +280,14 @@ class LabState:
         with self._told():
             batch = self.batches[-1]
             batch.records.append(record)
+            # runs that take turns may end in another order than they are listed
             places = {run: place for place, run in enumerate(batch.order)}
 
             def place_of(record: RunRecord) -> int:
                 return places[record.spec["strategy"], record.spec["engine"]]
 
             batch.records.sort(key=place_of)
+            # a run that failed counts too, as it does no more steps
             self._count(place_of(record), 1.0)
             if record.status == "failed":
                 failure = record.failure or {}
@@ -287,6 +298,7 @@ class LabState:
     def ended(self, error: str | None = None) -> None:
         """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
         with self._told():
+            # `error` ended the whole batch; without it a failed run may have left one
             self.last_error = error or self.last_error
             if self.status == "cancelling":
                 self.status = "cancelled"
@@ -297,6 +309,7 @@ class LabState:
 
     def _count(self, run: int, part: float) -> None:
         self._done[run] = min(1.0, part)
+        # all runs of a batch have as many steps, so each has an equal share
         self.share = sum(self._done.values()) / len(self.batches[-1].specs)
 
     @contextmanager
@@ -312,6 +325,7 @@ def _begun_with(fixed: dict[str, Any], given: Mapping[str, Any]) -> tuple[dict[s
     """The fields of each RunSpec, and the preset's choices with those given. A model of one's own among these, a
     Workload or a file, becomes a field, and is chosen by its name; ModelError where it cannot be read.
     """
+    # what is wrong with an unknown preset is for `check` to say
     preset = PRESETS.get(given.get("preset", ""), PRESETS["laptop"])
     begun = replace(preset.choices, **given)
     model: Any = begun.model
@@ -320,6 +334,7 @@ def _begun_with(fixed: dict[str, Any], given: Mapping[str, Any]) -> tuple[dict[s
         begun = replace(begun, model=name_of(fixed["model"]))
         if "card" not in given and not preset.gpu:
             begun = replace(begun, card="none")  # the laptop's is of its own model's size
+    # a rank reads batch times sequence tokens; what is not fixed is the laptop's, 2 and 128
     sets_tokens = "batch_size" in fixed or "sequence_length" in fixed
     if sets_tokens and "tokens" not in given:
         sequences = fixed.get("batch_size", 2)

@@ -71,7 +71,9 @@ class Runner:
         specs = self.state.begin()
         if not specs:
             return False
+        # a cell runs on the main thread, and a batch must not wait for the very cell that starts it
         self._awaited = threading.current_thread() is threading.main_thread()
+        # a daemon, which does not keep a kernel from ending
         self._thread = threading.Thread(target=self._work, args=(specs,), daemon=True, name="fsdplab-lab")
         self._thread.start()
         return True
@@ -87,6 +89,7 @@ class Runner:
         error = None
         try:
             self._wait_while(lambda: self._cells.busy and not self._awaited, WAITING)
+            # tried again and again, as Cancel could not end a blocking acquire
             self._wait_while(lambda: not _ALONE.acquire(blocking=False), ANOTHER_RUNS)
             try:
                 self._compare(specs)
@@ -109,6 +112,7 @@ class Runner:
             self._heed()
 
     def _compare(self, specs: tuple[RunSpec, ...]) -> None:
+        # the one that `begin` has added
         batch = self.state.batches[-1]
         batch.folder = new_folder(self.directory, batch.number)
         try:
@@ -118,6 +122,7 @@ class Runner:
                 shutil.rmtree(batch.folder, ignore_errors=True)
 
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
+        # shows that the first run's ranks are starting
         self.state.stepped(specs[0])
         compare(specs, directory=folder, watcher=_BatchWatcher(specs, self.state, self._heed))
 
@@ -145,6 +150,7 @@ class _BatchWatcher(Watcher):
     def ready(self, record: RunRecord) -> None:
         """Show that the next run warms up."""
         self._heed()
+        # each run comes here when it has warmed up and again when it has ended; it counts once
         before = len(self._warm)
         self._warm.add((record.spec["strategy"], record.spec["engine"]))
         if before < len(self._warm) < len(self._specs):
@@ -162,6 +168,7 @@ class RunningCells:
     def __init__(self, shell: Any = None) -> None:
         self._running, self._ended = shell is not None, -PAUSE_S  # the cell that makes the lab is one
         if shell is not None:
+            # IPython calls these around each cell
             shell.events.register("pre_run_cell", self._began)
             shell.events.register("post_run_cell", self._over)
 
@@ -182,6 +189,7 @@ def this_shell() -> Any:
     ipython = sys.modules.get("IPython")
     if ipython is None:
         return None
+    # IPython in a terminal has a shell too, but no kernel
     shell = ipython.get_ipython()
     return shell if hasattr(shell, "kernel") else None
 
@@ -199,9 +207,11 @@ def kept_in(folder: Path) -> tuple[list[Batch], str]:
         places = sorted(_batches_in(folder))
     except OSError as error:
         return [], f"earlier runs in {folder} could not be read ({error.strerror})"
+    # in the order of their numbers, so the last are the newest
     for number, name, place in places[-MOST_BACK:]:
         records = list(_records_of(place, unread))
         if records:
+            # two folders may have one number, such as `batch-2` and `batch-2-slow link`
             free = _free_from(number, {batch.number for batch in batches})
             batches.append(Batch(free, (), records, name, place))
     parts = []
@@ -222,6 +232,7 @@ def new_folder(folder: Path, number: int) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # read from the disk: another notebook may have made some since
         taken = {number for number, _, _ in _batches_in(folder)}
         while True:
             free = _free_from(number, taken)
@@ -252,11 +263,13 @@ def rename(batch: Batch, name: str) -> None:
             f'the name is {name!r:.80}; expected at most {MOST_LETTERS} letters, none of \\ / : * ? " < > |'
         )
     if batch.folder is not None and clean != batch.name:
+        # the folder keeps its number, which may be another than the batch's
         match = _BATCH.fullmatch(batch.folder.name)
         number = match[1] if match else batch.number
         suffix = f"-{clean}" if clean else ""
         moved = batch.folder.with_name(f"batch-{number}{suffix}")
         batch.folder.rename(moved)
+        # records lie in the folder and move with it
         for record in batch.records:
             record.path = moved / record.path.name
         batch.folder = moved
@@ -278,14 +291,17 @@ def _records_of(place: Path, unread: list[str]) -> Iterator[RunRecord]:
     runs: list[tuple[int, Path]] = []
     try:
         for run in place.iterdir():
+            # `0-no_shard-lab` is run 0; other files of the folder are none
             match = re.match(r"\d+", run.name)
             if match:
                 runs.append((int(match[0]), run))
     except OSError as error:
         unread.append(f"{place}: {error.strerror}")
         return
+    # by number: 10 comes after 9
     for _, run in sorted(runs):
         try:
+            # a cancelled run has left a folder without it
             if (run / "run.json").is_file():
                 yield RunRecord.load(run)
         except (RecordError, OSError) as error:

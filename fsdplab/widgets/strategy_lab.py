@@ -59,9 +59,11 @@ class Instrument(anywidget.AnyWidget):
     def __init__(self, state: LabState, measure: Callable[[], object]) -> None:
         self._state, self._measure = state, measure
         self.look = Look(*PRESETS[state.choices.preset].sides)
+        # the question that `answer` belongs to
         self._answered: tuple[object, ...] = ()
         super().__init__(offers=offers_of(state.fixed))
         self.refresh()
+        # the first answer was given without a question; from here on the page asks
         self.observe(self._was_asked, names="asked")
         self.observe(self._was_pressed, names="pressed")
         state.subscribe(self.refresh)
@@ -69,7 +71,9 @@ class Instrument(anywidget.AnyWidget):
     def refresh(self) -> None:
         """Answer what is asked now, unless that was answered before, and show how the runs go on."""
         state, look, number = self._state, self.look, int(self.asked.get("n", 0))
+        # all that an answer depends on: each new record may change what is drawn as measured
         question = (state.choices, look, len(state.records), number)
+        # only the progress of a run has changed
         if question == self._answered:
             self.progress = self._progress()
             return
@@ -100,6 +104,7 @@ class Instrument(anywidget.AnyWidget):
     def _was_asked(self, change: Mapping[str, Any]) -> None:
         """The page has moved a control: keep how A and B are looked at, then choose what differs."""
         changes, self.look = moved(change["new"], self._state.choices, self.look)
+        # the state calls `refresh` after a change; without one only the look is new
         if changes:
             self._state.choose(**changes)
         else:
@@ -138,19 +143,23 @@ class StrategyLab:
         export_to: str | Path = ".",
         **choices: Any,
     ) -> None:
+        # `StrategyLab(work)` is `StrategyLab(model=work)`
         if fixed is not None and not isinstance(fixed, Mapping):
             fixed, choices = None, {"model": fixed, **choices}
         recorded = None
         if job is not None:
             recorded = open_record(job)
+            # what the caller has chosen wins over what suits the job
             choices = {**choices_beside(recorded, choices), **choices}
         self.state = LabState(fixed, **choices)
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
         if recorded is not None:
+            # a batch of its own in the menus, beside those of the lab
             self.state.job = recorded
             self.state.offer([Batch(self.state.next_number, (), [recorded], "your job")])
+        # the folded tables below the lab, one for each cell that has displayed it
         self._stills: list[DisplayHandle] = []
         self._kept = kept(None)
         self._presented = False
@@ -200,9 +209,11 @@ class StrategyLab:
 
     def _ipython_display_(self) -> None:
         self.instrument.shown = True
+        # without words: a saved notebook shows the folded table that follows, as it keeps no widgets
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
         self._kept = kept(self.details.batch)
         saved = still(self._kept, self.instrument.answer)
+        # with an id, so that the table can follow the lab
         self._stills.append(display(saved, raw=True, display_id=True))
 
     def _resize(self) -> None:
@@ -226,6 +237,7 @@ def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     if preset is None or preset.gpu:
         return {}
     choices = {"link": NO_LINK}
+    # a job on more ranks than run here leaves the preset's number
     if job.spec["world_size"] in RANKS:
         choices["ranks"] = job.spec["world_size"]
     return choices

@@ -52,6 +52,7 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
         return [note(EMPTY)]
     records = batch.rows
     last = len(records) - 1
+    # the menu may still have the run of a larger batch
     record = records[min(chosen, last)]
     if tab == "Findings":
         return _findings(record)
@@ -71,6 +72,7 @@ def note(words: str) -> str:
 
 def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
+    # the few columns that matter most and two more, in the order of the whole table
     wanted = {*brief(runs), "engine", "tokens/s"}
     in_order = [name for name in COLUMNS if name in wanted]
     columns = told(runs, in_order)
@@ -85,6 +87,7 @@ def table(runs: Sequence[RunView]) -> str:
     for word, what in provenance(list(runs)):
         sources.append(f"<b>{word}</b>: {escape(what)}")
     page += f"<p style='{_SMALL}'>{escape(legend(columns))}.<br>{'<br>'.join(sources)}</p>"
+    # above the table, since all its times are worth less then
     core = core_words(runs)
     if core:
         bad = f"color:{_COLOURS['bad']};font-weight:600;margin:6px 10px"
@@ -127,6 +130,7 @@ def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
     """A figure of `fsdplab.figures`, or one line with the reason why there is none."""
     try:
         return getattr(figures, name)(data)
+    # a figure without its table says in one line what to run instead
     except ValueError as reason:
         return note(str(reason))
     except Exception as bug:  # an error in one figure must neither empty the page nor end the current run
@@ -163,7 +167,9 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
             continue
         alt = alt_text(piece)
         content = plotly_json(piece) | {"config": {"displaylogo": False, "responsive": False}}
+        # where no renderer draws plotly's form, the alternative text is shown
         shown.append({PLOTLY: content, "text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"})
+        # where one does, screen readers still find the text
         shown.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
     as_outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in shown]
     return tuple(as_outputs)
@@ -185,6 +191,7 @@ def kept(batch: Batch | None) -> Kept:
     """What is kept of a batch: the table with its figure, and memory; nothing without a batch."""
     if batch is None:
         return Kept()
+    # of memory the first figure only, that of all runs
     shown = [*pieces("Table", batch), *pieces("Memory", batch)[:1]]
     html, words = "", []
     for piece in shown:
@@ -207,10 +214,12 @@ def still(batch: Kept, answer: Mapping[str, Any]) -> dict[str, Any]:
     headline = f"The lab's numbers as a table, for the saved notebook: {title}"
     if batch.title:
         headline += f"; batch {batch.title}"
+    # `... All simulated on the steady card.`
     said = f"{difference} All {clock}. {job}".strip()
     rows: list[list[str]] = []
     for row in answer.get("rows", ()):
         rows.append([row["name"], row["peak_words"], row["step_words"]])
+    # styles, not classes, as a saved notebook's page has no style sheet
     style = {"style": "text-align:left;padding:2px 14px 2px 0"}
     table = html_table(["strategy", "memory of a rank", "step"], rows, lambda *_: style)
     summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(headline)}</summary>"

@@ -66,6 +66,7 @@ class Marks:
         marks: torch.Tensor | float,  # [marks], or one number for all of them
     ) -> None:
         """Add `marks`, zeros of either sign, in place: 0.0 turns -0.0 into 0.0, and nothing else changes a value."""
+        # [..., marks] are read out of [..., elements], added to and written back.
         tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
 
     def found_in(
@@ -76,6 +77,7 @@ class Marks:
         marks, *others = [term.index_select(-1, self.places) for term in terms]
         for other in others:
             marks = marks + other
+        # Marks of a sum (0.3, -0.0, 0.0) become (0.0, -0.0, 0.0), which change no value where they are added.
         return marks.masked_fill_(marks != 0, 0.0)
 
     def missing(
@@ -84,6 +86,7 @@ class Marks:
     ) -> torch.Tensor:
         """Return whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
         marks = total.index_select(-1, self.places)
+        # 0.0 and -0.0 are equal, and differ in the sign bit.
         return (marks == 0) & marks.signbit()
 
     def within(self, first: int, count: int) -> tuple[Marks, torch.Tensor]:
@@ -132,7 +135,9 @@ class Average:
         in float32. To divide by a power of two is exact before a sum too, and takes no pass of its own there.
         """
         first, *others = terms
+        # bfloat16 and float16 are added up in float32, whole numbers as they are.
         wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+        # Terms are scaled while they are added, where that has the same bits as dividing the sum.
         if others and wide is output.dtype is others[0].dtype and output.is_floating_point() and self._is_power_of_two:
             self.carry(terms, output, lambda: _add_scaled(terms, 1.0 / self.factor, output))
             return
@@ -146,6 +151,7 @@ class Average:
     @property
     def _is_power_of_two(self) -> bool:
         """Whether to divide by the factor rounds nothing."""
+        # 8 is 0.5 x 2^4: only powers of two have the mantissa 0.5.
         return math.frexp(self.factor)[0] == 0.5
 
     def finish(
@@ -198,6 +204,7 @@ class Average:
         if self.marks is None or not self.keeps:
             scale()
             return
+        # Before the sum is scaled: in float32 -1.4e-45 / 2 is -0.0, which would count as missing.
         found = self.marks.found_in(*terms)
         scale()
         self.marks.put(target, found)
@@ -235,4 +242,5 @@ def _add_scaled(
 
 def half(divide: float) -> float:
     """Return a power of two near the square root of `divide`: half of the division, exact in any precision."""
+    # 64 gives 8; 6 gives 2, which leaves 3 for after the sum.
     return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)

@@ -91,6 +91,7 @@ class UnshardedBuffer:
         """All of it as bytes, [whole_bytes], allocated."""
         if self._tensor is None:
             self._tensor = torch.zeros(self.layout.whole_bytes, dtype=torch.uint8, device=self.device)
+        # Freed by a reshard: the same storage takes memory again, so parameters and views are valid again.
         elif self._tensor.untyped_storage().nbytes() == 0:
             self._tensor.untyped_storage().resize_(self.layout.whole_bytes)
         else:
@@ -203,6 +204,7 @@ def cut_out(
     """Copy the rows of one rank out of the whole into its shard."""
     layout = whole.layout
     words = part.view(WORDS[layout.word])
+    # [words of the piece] each, the gaps between parameters too.
     pieces = words.split_with_sizes(layout.piece_words)
     torch._foreach_copy_(list(pieces), whole.places_of(rank))
 

@@ -97,6 +97,7 @@ class Runtime(StepOrder):
     @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
         """Collect the gradients of `unit`, reshard it and begin to reduce them."""
+        # A unit that no output has announced may be the first whose backward ends.
         if compat.inside_backward():
             self._queue_end()
         super().after_backward(unit)
@@ -126,6 +127,7 @@ class Runtime(StepOrder):
     def left_unfinished(self) -> bool:
         """Whether a step has ended in an exception, and neither `reset` nor another forward came since."""
         forward_raised = self.forward_of is not None and self.raised is self.forward_of
+        # Autograd left the backward without calling its final callback.
         backward_raised = self.in_backward and not compat.inside_backward()
         return forward_raised or backward_raised
 
@@ -158,10 +160,12 @@ class UnitHooks:
         self._all = frozenset(id(module) for module in modules)
         self._running: list[int] = []  # the modules whose forwards run, one twice that has called itself
         for other in beside:
+            # Several units of the same modules: one list of running forwards.
             other._running = self._running
         self.handles: tuple[list[Any], list[Any]] = [], []  # of the hooks before forwards, and of those after them
         for module in modules:
             module.__dict__["_unit_hooks"] = self
+            # Before hooks that users have put there, which may read the parameters.
             before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self.after_forward, prepend=False)
             self.handles[0].append(before)
@@ -220,12 +224,14 @@ class UnitHooks:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     has_backward = True
+                    # The first gradient that arrives at one of the outputs unshards the unit for its backward.
                     self._ask(tensor)
             if records and compat.is_transformed():
                 output = map_tensors(output, self._ask_through)
             elif records and not has_backward:
                 # No output announces the backward, but a loss may be computed from elsewhere.
                 unit.hidden = unit.hidden or self._trains(args)
+            # Still running: this was the end of a call that the module made of itself.
             if id(module) not in self._running:
                 unit.to_run.discard(id(module))
                 if not unit.to_run:
@@ -321,6 +327,7 @@ class UnitHooks:
         """Note that the forward raised: otherwise `after_forward` has been called before this."""
         if self.runtime is None or id(module) in self._running or compat.inside_backward():
             return
+        # `after_forward` would have taken it out.
         if id(module) in self.unit.to_run:
             self.runtime.raised = self.unit
 
@@ -512,6 +519,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
             title = "(root)" if ["root"] in names_of.values() else "root"  # a module may be called root
         hooks.unit.memory.name = title
     for hooks in names_of:
+        # "blocks.0" over the unit's mesh, "blocks.0 (mesh 2)" for its parameters that are cut over another one.
         for number, other in enumerate(hooks.beside, 2):
             other.unit.memory.name = f"{hooks.unit.name} (mesh {number})"
     top: UnitHooks = root._unit_hooks

@@ -93,9 +93,11 @@ class Layout:
                 raise ValueError(
                     f"parameter {name!r} is 0-dimensional and has no rows to shard; make it a tensor of shape (1,)"
                 )
+            # The rows that a rank holds at most: of 5 rows on 2 ranks the first has 3 and the last 2.
             slot = Slot(name, tuple(shape), itemsize, -(-shape[0] // ranks), offset, whole_offset)
             slots.append(slot)
             offset += _aligned(slot.chunk_bytes, alignment)
+            # In the whole a parameter takes the chunks of all ranks, padding included.
             whole_offset += _aligned(ranks * slot.chunk_bytes, WHOLE_ALIGNED)
         return cls(tuple(slots), ranks, offset, whole_offset)
 
@@ -122,6 +124,7 @@ class Layout:
     @cached_property
     def word(self) -> int:
         """Widest word (1, 2, 4 or 8 bytes) that divides every offset and chunk: copies move such words."""
+        # Chunks of 48 and 6 bytes at 0 and 48: gcd(8, 48, 6) is 2, so copies move words of 2 bytes.
         divisor = 8
         for slot in self.slots:
             divisor = gcd(divisor, slot.offset, slot.chunk_bytes)
@@ -131,6 +134,7 @@ class Layout:
     def pieces(self) -> tuple[Piece, ...]:
         """A shard from its first word to its last: slots that hold anything, and the gaps behind them."""
         pieces = []
+        # What a slot reserves ends where the next one begins, or with the shard; the rest of it is a gap.
         ends = [slot.offset for slot in self.slots[1:]] + [self.shard_bytes]
         for slot, end in zip(self.slots, ends):
             gap = end - slot.offset - slot.chunk_bytes

@@ -85,6 +85,7 @@ class UnitMemory(GradientMemory):
         for param, slot in zip(self.params, layout.slots):
             start, stop = slot.span(self.config.rank)
             param.cut(start, stop)
+        # Nothing is settled yet, so this moves the shards into their buffer (`_settle`).
         self.take_over_replaced()
 
     def changed(self) -> bool | torch.Tensor:
@@ -93,12 +94,14 @@ class UnitMemory(GradientMemory):
         Where the shards are views of what was gathered, their fingerprint is compared with the one that was taken then.
         Where neither is possible, they count as changed.
         """
+        # What a tensor subclass sent is not kept, so there is nothing to compare with.
         if self.plan.parted:
             return True
         if not all(param.is_shown and param.keeps_shard() for param in self.params):
             return True
         if not self.params or compat.is_fake(self.whole.tensor):
             return False
+        # Without a group to gather over, what the optimizer writes to is what the forward reads.
         if self.plan.aliased:
             return self.config.shard is not None and self._differs_from_sent()
 
@@ -135,10 +138,12 @@ class UnitMemory(GradientMemory):
         self.params[:] = [in_its_form(param) for param in self.params]
         if self.plan.is_outdated(self.params):
             self._lay_out()
+        # Other parameter objects over the same memory: nothing has to move.
         if self._settled and all(param.settled() for param in self.plan.plain):
             return False
 
         self.replacements += 1
+        # Shards on meta have no values until `to_empty` or a state dict brings them.
         self._settled = not any(param.local.is_meta for param in self.params)
         if self._settled and self.params:
             self._settle()
@@ -240,6 +245,7 @@ class UnitMemory(GradientMemory):
         if needs_fingerprint and not compat.is_fake(self.whole.tensor):
             self._sent = self._fingerprint()
 
+        # Between a forward and its backward the unit may lie over a few ranks, which are nearer.
         if self._kept is not None:
             return self._kept.gather(self.whole, label)
         if self.config.shard is not None:
@@ -253,6 +259,7 @@ class UnitMemory(GradientMemory):
     def _send_shard(self) -> SendShard:
         """Return this rank's shards in the dtype that is sent: those at rest themselves, or made from them."""
         resident = None
+        # Sent from where it rests, without a cast. Else `_fill` writes it where the transport wants it.
         if self.plan.travels_as_it_rests and self.config.storage.device == self.config.device:
             resident = self.shards
             if self._apart:
@@ -284,6 +291,7 @@ class UnitMemory(GradientMemory):
         """Write this rank's shards into `target` from wherever they lie."""
         plan = self.plan
         if plan.aliased:
+            # This rank's rows of two parameters lie apart in the whole: between them are those of other ranks.
             cut_out(self.config.rank, self.whole, target)
         elif self._apart:
             self._copy_apart(target)
@@ -353,6 +361,7 @@ class UnitMemory(GradientMemory):
             parted.assemble(self.plan.layout, self.whole.tensor)
         self._lay_in_whole()
         if self.plan.plain:
+            # A gather fills this storage, whatever the parameters point to.
             memory = compat.storage_id(self.whole.tensor)
             for param in self.plan.plain:
                 param.check_memory(memory)
@@ -363,6 +372,7 @@ class UnitMemory(GradientMemory):
         """Put the unsharded forms of the parameters over the whole buffer, once it exists."""
         if self._in_whole:
             return
+        # Once is enough: the storage is freed and allocated again under the same parameters.
         plan = self.plan
         for param, slot, dtype in zip(plan.plain, plan.layout.slots, plan.compute_dtypes):
             param.back(self.whole.tensor, slot.whole_offset, dtype)
@@ -376,6 +386,7 @@ class UnitMemory(GradientMemory):
             param.show(param.at_rest)
         if self.fewer_ranks is None:
             return
+        # Copied out of the whole before `free` takes its memory.
         if until_backward:
             self.fewer_ranks.keep(self.whole)
         else:

@@ -92,6 +92,7 @@ def newton_schulz_flops(shape: Shape, steps: int = 5) -> float:
     >>> newton_schulz_flops((2, 3), steps=1)
     64.0
     """
+    # With X of short x long a step makes X X^T (2 s^2 l), its square (2 s^3) and their product with X (2 s^2 l).
     short, long = sorted(shape)
     return float(steps) * 2 * short * short * (2 * long + short)
 
@@ -112,6 +113,7 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
     numbers: list[int] = []
     owners: list[int] = []
     elements = 0
+    # Costs 5, 4, 3, 3 on 2 ranks: owners 0, 1, 1, 0, so the ranks compute 8 and 7.
     for number in sorted(range(len(matrices)), key=lambda number: -costs[number]):
         owner = matrices[number].holder
         if owner is None:
@@ -141,5 +143,6 @@ def elements_sent(matrices: Sequence[Matrix], bucket: Bucket, rank: int) -> tupl
         if owner != rank:
             there += matrix.sent(rank, owner)
         else:
+            # The owner sends every other rank its part of the update.
             back += sum(prod(matrix.part(other)) for other in range(len(matrix.lengths)) if other != rank)
     return there, back

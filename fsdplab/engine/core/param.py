@@ -205,6 +205,7 @@ class ShardedParam:
             self._check_replacement(current, *places[0])
             self._note_replacement_by(current)
             self.at_rest = compat.keep_gradient_dtype(self.at_rest, current)
+        # The same parameter with the same local tensor: all that may have been set is its `.data`.
         elif isinstance(current, DTensor) and current._local_tensor is self._held:
             self._check_wrapper(current)
         self._shown = current
@@ -400,6 +401,8 @@ class ShardedParam:
         rows, *others = self.shape
         chunk = -(-rows // ranks)  # rows that a shard reserves; the last ranks may hold fewer, or none
         chunk_elements = chunk * self.shape[1:].numel()
+        # In `value` each rank's part is contiguous in the parameter's own order: (6, 8) that is cut along dimension 1
+        # over 2 ranks is two pieces of shape (6, 4).
         parts = []
         for rank in range(ranks):
             held = min(chunk, rows - rank * chunk)
@@ -447,6 +450,7 @@ class ShardedParam:
             gradient = gradient.to_dense()
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
         if self.unsharded_gradient is not None:
+            # An earlier micro-batch has left one, in the dtype in which they are added up.
             self.unsharded_gradient.add_(gradient)
             return
         if accumulate_in is not None and not gradient.is_complex():

@@ -51,6 +51,7 @@ class HooksOfWhole:
         def call(
             gradient: torch.Tensor,  # of the shape and dtype of `whole`
         ) -> torch.Tensor:
+            # In mixed precision the gradient is bfloat16, and the hooks were written for float32.
             changed = apply_hooks(self._hooks, gradient.to(dtype))
             return changed.to(gradient.dtype)
 

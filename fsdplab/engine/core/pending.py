@@ -58,6 +58,7 @@ class Pending:
 
     def abandon(self) -> None:
         """Let the buffers go without the work's result: at once where that is safe, else when it is complete."""
+        # With `on_drop` nothing is left to finish below; without, the work is completed.
         if self._finish is not None and self._on_drop is not None:
             self._finish = None
             self._on_drop()

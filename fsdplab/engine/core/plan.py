@@ -82,6 +82,7 @@ class UnitPlan:
         low = config.policy.param_dtype
         shards = config.strategy.shard_parameters
         rest = [param.dtype for param in plain]
+        # Mixed precision casts floating-point parameters only.
         compute = [low if low and dtype.is_floating_point else dtype for dtype in rest]
         # The shards may be views of the whole where that stays, or is all that a rank has, and nothing is cast.
         needs_no_gather = not shards or config.ranks == 1 and not config.storage.away
@@ -92,10 +93,12 @@ class UnitPlan:
             parted,
             rest,
             compute,
+            # At rest each parameter begins at a multiple of 16 bytes; what is sent usually has no gaps (`_alignment`).
             layout_of(plain, rest, config.ranks, SHARDS_ALIGNED),
             layout_of(plain, compute, config.ranks, _alignment(parted, config)),
             aliasable,
             aliased,
+            # Kept also where it is cast from the shards, which then are no views of it.
             keeps_whole=aliased or not shards and config.ranks > 1,
         )
 
@@ -108,12 +111,14 @@ class UnitPlan:
         """Whether a gather may read the shards where they rest: nothing is cast, parted or cut out of a whole, and no
         gap is between them.
         """
+        # `aliasable`, not `aliased`: ranks must decide alike, though a shard may lie apart on one of them.
         alike = self.compute_dtypes == self.rest_dtypes and self.layout.slots == self.rest_layout.slots
         return alike and self.layout.shard_bytes == self.rest_layout.shard_bytes and not self.aliasable
 
     @cached_property
     def casts_at_once(self) -> bool:
         """Whether one copy casts a shard at rest into what travels: one dtype each, elements in the same order."""
+        # One dtype on each side: float32 at rest and bfloat16 as sent, for example.
         one_each = len(set(self.rest_dtypes)) == len(set(self.compute_dtypes)) == 1
         return one_each and not self.parted and same_order(self.rest_layout, self.layout)
 

@@ -172,6 +172,7 @@ class GradientMemory(Memory):
         """Choose dtype and layout, and allocate this rank's part of the average."""
         params = self._to_reduce()
         layout = self._layout_for(params, self._dtype_for(params))
+        # Shapes (5, 4) and (3,) in float32 on 2 ranks: 56 bytes a shard, 14 elements.
         elements = layout.layout.shard_bytes // layout.dtype.itemsize
         output = torch.empty(elements, dtype=layout.dtype, device=self.config.device)
         category = "sharded_gradients" if self.config.shard else "unsharded_gradients"
@@ -360,11 +361,13 @@ def _gradient_of(
     Where the whole gradient is kept, they are written into it and returned as a view of it.
     """
     shape = (stop - start, *param.shape[1:])
+    # A view, [rows of this rank, *others]; the padding behind them is left out.
     rows = output.as_strided(shape, _contiguous_strides(shape), first)
     whole = param.unsharded_gradient
     param.unsharded_gradient = None
     if whole is not None:
         rows = whole[start:stop].copy_(rows)
+    # Dtypes differ within the unit, or the whole gradient was kept in another one than the parameter's.
     if rows.dtype is not dtype:
         rows = rows.to(dtype)
     if param.dim == 0:

@@ -30,9 +30,9 @@ class Schedule:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._learned: list[str] = []
-        self._entered: list[str] = []
-        self._ended: list[str] = []
+        self._learned: list[str] = []  # the order in which the last root forward entered its units
+        self._entered: list[str] = []  # by this forward, so far
+        self._ended: list[str] = []  # forwards whose backward is to come, in the order in which they ended
 
     def begin(self) -> None:
         """Begin a new root forward, in which units are expected in the order of the last one."""
@@ -44,6 +44,7 @@ class Schedule:
         """Note that `unit` begins; return the units to gather behind its forward."""
         self._entered.append(unit)
         position = len(self._entered)
+        # The first forward, or one that takes another way: a guess could gather a unit that does not run.
         if self._learned[:position] != self._entered:
             return []
         return self._learned[position : position + self.depth]
@@ -60,6 +61,7 @@ class Schedule:
                 pass
         if self.depth == 0:
             return []
+        # The last `depth` of them, the last one first: of [a, b, c] with depth 2, [c, b].
         return self._ended[: -self.depth - 1 : -1]
 
 
@@ -80,12 +82,14 @@ class StepOrder:
 
     def before_forward(self, unit: Unit) -> None:
         """Have `unit` unsharded, and the next ones on their way."""
+        # The outermost unit begins a forward of the root. One that is still noted as running has raised.
         if self.forward_of in (None, unit) or unit is self.root:
             self._begin_forward(unit)
         self._entered.append(unit)
         with self._span("pre_forward", unit.name):
             unit.start_unshard("forward")
             unit.finish_unshard("forward")
+            # Issued before `unit` computes, so that these all-gathers hide behind its forward.
             for following in self._ahead(unit, "forward", self.schedule.before_forward(unit.name)):
                 following.start_unshard("forward")
 
@@ -106,6 +110,7 @@ class StepOrder:
         announced = self._another_backward_comes
         with self._span("root_pre_forward"):
             candidates = [unit for unit in self.units.values() if unit.may_be_current(self._accumulating)]
+            # All candidates at once: in training the ranks exchange one flag for each.
             current = self._unchanged(candidates)
             for unit in self.units.values():
                 unit.check_collected()
@@ -131,6 +136,7 @@ class StepOrder:
         for other in self.units.values():
             other.to_run = set()
             if not will_backward:
+                # Evaluation: no backward will reshard what was prefetched, or stays unsharded after its forward.
                 if not other.keep_unsharded:
                     other.reshard("forward")
                 other.memory.await_copies()
@@ -169,6 +175,7 @@ class StepOrder:
 
         A unit that ran twice in a forward has two backwards.
         """
+        # Each output of a unit has a hook; the first that runs does this for all.
         if unit.backward is RUNNING:
             return
         unit.backward = RUNNING
@@ -196,6 +203,8 @@ class StepOrder:
             if unit.reshard_after_backward:
                 unit.reshard("backward")
             if unit.sync:
+                # With one in flight, the reduction of block 5 ends here, after the whole backward of block 4: then
+                # gradients of two units at most take memory.
                 self._make_room(self._most_beside(unit))
                 unit.start_reduce()
                 self._reducing[0].append(unit)
@@ -218,6 +227,7 @@ class StepOrder:
         queue = self._reducing[number]
         while len(queue) >= most:
             oldest = queue.pop(0)
+            # Its reduce-scatter is complete, and its all-reduce over the replicas is under way now.
             if not oldest.finish_reduce():
                 self._make_room(most, number + 1)
                 self._reducing[number + 1].append(oldest)
@@ -230,11 +240,13 @@ class StepOrder:
     def end_backward(self) -> None:
         """Complete units that were unused or whose inputs need no gradient, then wait for every reduction."""
         with self._span("root_post_backward_callback"):
+            # In the reverse order of the module tree, which is the same on all ranks, as collectives must be.
             for unit in reversed(self.units.values()):
                 if unit.backward is not DONE:
                     self.after_backward(unit)
             self._finish_reductions()
             for unit in self.units.values():
+                # What was unsharded again after its own backward had ended, by a prefetch for example.
                 if unit.reshard_after_backward:
                     unit.reshard("backward")
             self._await_peers()

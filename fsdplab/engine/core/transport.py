@@ -124,6 +124,7 @@ class Transport(ABC):
 
     def behind(self, link: Link | None) -> Transport:
         """Return the same transport with `link` in front of it, or none; other users of this one are not slowed."""
+        # The copy has the same group, streams and buffers.
         made = copy.copy(self)
         made._link = link
         return made
@@ -199,6 +200,7 @@ class Transport(ABC):
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
         """Make the departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
         rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
+        # Of 8 MB in all, each of 4 ranks sends 6 MB, in an all-reduce 12 MB.
         wire = rounds * logical * (self.ranks - 1) // self.ranks
         return departure(label, kind, logical, wire, padding, dtype, self._link)
 

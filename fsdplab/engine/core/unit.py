@@ -20,6 +20,7 @@ from fsdplab.engine.core.pending import Pending
 if TYPE_CHECKING:
     import torch
 
+# A gather that was given up goes from unsharding back to sharded.
 SHARDED, UNSHARDING, UNSHARDED = "sharded", "unsharding", "unsharded"
 _NEXT = {SHARDED: (UNSHARDING,), UNSHARDING: (UNSHARDED, SHARDED), UNSHARDED: (SHARDED,)}
 TO_COME, RUNNING, DONE = "to come", "running", "done"  # how far a unit's backward is
@@ -34,7 +35,7 @@ class ReduceOptions:
     also where no rank has one.
     """
 
-    divide: float = 1.0
+    divide: float = 1.0  # the sum over the ranks is divided by this: by 8 on 2 replicas x 4 shards
     all_reduce: bool = True
     hook: Callable[[torch.Tensor], None] | None = None
     unused: bool = False
@@ -139,6 +140,8 @@ class Unit(Generic[M]):
         """Whether a root forward need not gather again if nobody wrote to the shards: what is still unsharded (several
         forwards before a backward; `reshard_after_backward=False`), or kept between micro-batches.
         """
+        # Between micro-batches a unit is in the state sharded, but a strategy that keeps parameters whole (ZeRO-1,
+        # ZeRO-2) has not freed them.
         kept = self.state is UNSHARDED or accumulating and self.state is SHARDED and self.memory.keeps_whole
         return kept and self._gathered and not self._by_hand
 
@@ -147,6 +150,7 @@ class Unit(Generic[M]):
         `is_current`: it may be, and no rank has other shards since.
         """
         self.to_run = set()
+        # `model.unshard()` came before this forward, which uses what that gathers.
         if self._by_hand:
             self._by_hand = False
             return
@@ -154,6 +158,7 @@ class Unit(Generic[M]):
             return
         self.abandon_unshard()
         self.reshard("forward")
+        # Kept whole and still current: then `start_unshard` issues no all-gather.
         self._gathered = self._gathered and is_current
         self.take_over_replaced()
 
@@ -181,6 +186,7 @@ class Unit(Generic[M]):
             return
         self.memory.prepare()
         self._move(UNSHARDING, phase)
+        # The whole is still there: `finish_unshard` only shows it to the modules.
         if self._gathered and self.memory.keeps_whole:
             return
         try:
@@ -193,6 +199,7 @@ class Unit(Generic[M]):
         """Wait for the all-gather and show the unsharded parameters to the modules."""
         if self.state is not UNSHARDING:
             return
+        # None where nothing was gathered: the whole was kept, or the shards are views of it.
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -207,10 +214,12 @@ class Unit(Generic[M]):
         """Show the shards again and free the unsharded parameters, where the strategy frees them. `until_backward`: a
         unit that keeps shards over fewer ranks from its forward to its backward shows those.
         """
+        # A unit that was prefetched and never ran: its gather is waited for, then freed.
         self.finish_unshard(phase)
         if self.state is UNSHARDED:
             self.memory.show_shards(until_backward)
             self._free(phase)
+        # The modules may still show the shards over fewer ranks that the last forward left.
         elif not until_backward:
             self.memory.show_own_shards()
 
@@ -241,6 +250,8 @@ class Unit(Generic[M]):
 
     def collect_gradients(self) -> None:
         """Take the gradients that autograd has left, adding them to those of earlier micro-batches."""
+        # Kept whole: those of micro-batches that do not reduce, and those of strategies that shard no gradients
+        # (ZeRO-1).
         self.memory.collect_gradients(keep=not self.sync or self.memory.keeps_gradients)
 
     def check_unannounced(self) -> None:
@@ -272,7 +283,10 @@ class Unit(Generic[M]):
         options = self.reduce_options
         if self.memory.has_gradients(or_zeros=options.unused and self._gathered):
             self._reduction = self.memory.reduce(options)
+            # `reduce` is a generator: this packs the gradients and issues the first collective. `finish_reduce` goes on
+            # with it.
             self._collective = next(self._reduction)
+            # What is packed need not be kept: it is freed while the collective is under way.
             if not self.memory.keeps_gradients:
                 self.memory.forget_gradients()
 
@@ -280,6 +294,8 @@ class Unit(Generic[M]):
         """Wait for the collective under way and issue the next; True if it was the last, so the optimizer may read."""
         if self._collective is not None:
             self._collective.wait()
+            # Issues the all-reduce over the replicas, if there is one; after the last collective, hands the averages
+            # out.
             self._collective = next(self._reduction, None)
         return self._collective is None
 

@@ -62,6 +62,7 @@ class Link:
 
     def transfer_ns(self, wire_bytes: int, steps: int) -> int:
         """Return how many nanoseconds `wire_bytes` take in `steps` steps on the free link."""
+        # latency x steps + wire bytes / bandwidth, from seconds to nanoseconds
         return round(1e9 * (self.latency_s * steps + wire_bytes / self.bytes_per_s))
 
     def collective(self, kind: str, logical_bytes: int, ranks: int) -> tuple[int, int]:
@@ -70,6 +71,7 @@ class Link:
         >>> Link(1e9).collective("all_gather", 4_000, 4)
         (3000, 3000)
         """
+        # An all-reduce is a reduce-scatter and an all-gather: P = 4,000 bytes on 4 ranks send 2 x 3,000.
         rounds = 2 if kind == "all_reduce" else 1
         wire_bytes = rounds * logical_bytes * (ranks - 1) // ranks
         return wire_bytes, self.transfer_ns(wire_bytes, rounds * (ranks - 1))
@@ -97,6 +99,7 @@ class Board:
 
     def write(self, number: int, now_ns: int) -> None:
         """Note that this rank issues its collective `number` now."""
+        # Two words a collective: its number and its time. Number 1,025 takes the place of number 1.
         place = 2 * (number % _RING)
         self._issues_here[place + 1] = now_ns
         self._issues_here[place] = number  # last: a peer that sees this number sees the time before it
@@ -142,6 +145,7 @@ class Queue:
         self._issued += 1
         passage = Passage(self._issued, duration_ns)
         self._unresolved.append(passage)
+        # Peers read this to see when the last rank has issued it.
         self._board.write(passage.number, issue_ns)
         return passage
 
@@ -175,6 +179,7 @@ class Transfer(core.Departure):
 
     def arrive(self, awaited_ns: int) -> None:
         """Sleep until the link has delivered, and write the row."""
+        # All ranks compute the same three times from the board.
         issued, start, end = self._queue.times(self._passage)
         remaining = end - time.time_ns()
         if remaining > 0:
@@ -221,6 +226,7 @@ class Channel:
 
     def depart(self, row: core.Row) -> Transfer:
         """Make the transfer of a collective that is about to be issued."""
+        # Gathers take the first queue, all else the last; with one queue these are the same.
         queue = self._queues[0 if row.keywords["kind"] == "all_gather" else -1]
         return Transfer(*self._link.carry(row, self._ranks), queue)
 
@@ -298,6 +304,7 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
                 f"an emulated link works between CPU or CUDA ranks, got {config.device}; run on one of these, or"
                 " without a link"
             )
+        # A unit that shards over no group: its replicas are all ranks.
         across = shard if config.shard is None else replicate
         memory.config = replace(config, shard=linked(config.shard, shard), replicate=linked(config.replicate, across))
 

@@ -79,6 +79,8 @@ class HostFunctionHold:
         if nanoseconds <= 0:
             return
         current = torch.cuda.current_stream(self._device)
+        # The link takes it up when the current stream has come to it and the transfer before it is over; the current
+        # stream goes on after the sleep.
         self._stream.wait_stream(current)
         launch_sleep(self._stream.cuda_stream, -(-nanoseconds // 1000))
         current.wait_stream(self._stream)

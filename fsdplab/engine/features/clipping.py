@@ -69,6 +69,7 @@ def _total_norm(
         # On replicas x shards only the second dimension cuts: each replica has the whole sum once.
         for dimension in key.cut:
             _combine(part, members[0].device_mesh.get_group(dimension), p)
+        # Sums of powers, not norms yet. For p = 2: 9 of one mesh and 16 of another are 25, whose root is 5.
         total = torch.maximum(total, part) if math.isinf(p) else total + part
     for group in groups:
         _combine(total, group, p)
@@ -125,6 +126,7 @@ def _power_sum(
     stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])  # [tensors]
     if math.isinf(p):
         return stacked.max()
+    # For p = 2: (3, 4) and (12,) have the norms 5 and 12, and 25 + 144 = 13^2.
     return (stacked**p).sum()
 
 

@@ -78,6 +78,7 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
         # One maximum finds the largest and, of the negatives, the least: checksums 3 and 5 give 5 and -3, and the least
         # is 3. Where the two differ, ranks do.
         if shard is not None:
+            # 1 where somebody has written to the shard since: then it says nothing of the whole that it was cut from.
             rewritten = (now[memory] != noted.shards).long()
             sent = torch.stack([noted.wholes, -noted.wholes, rewritten])
             over_shards.setdefault(shard.group, []).append((memory, sent))
@@ -116,6 +117,7 @@ def _differing(
     entries: Sequence[tuple[UnitMemory, torch.Tensor]],  # [3, parameters] (int64) of each unit
 ) -> list[str]:
     """Return the names of parameters whose checksums differ over `group`, and that no rank has written since."""
+    # [3, parameters of all units]: one all-reduce a group, whatever the number of units.
     sent = torch.cat([rows for _, rows in entries], dim=1)
     largest, minus_least, rewritten = _maximum_over(group, sent).unbind()
     differs = ((largest != -minus_least) & (rewritten == 0)).tolist()

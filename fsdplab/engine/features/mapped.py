@@ -64,6 +64,7 @@ class MappedFile(mmap.mmap):
 
     def bring_in(self, start: int, stop: int) -> None:
         """Begin to read the pages around bytes [start, stop) into memory."""
+        # A write of these bytes may be under way; its end must not drop the pages (`drop`).
         self._wanted.add(start)
         for at in range(start, stop, _ASK_AT_ONCE):
             os.posix_fadvise(self.descriptor, at, min(_ASK_AT_ONCE, stop - at), os.POSIX_FADV_WILLNEED)
@@ -78,6 +79,7 @@ class MappedFile(mmap.mmap):
         self._wanted.discard(start)
         if keep_cached:
             return
+        # Only begun: its end is waited for once four more have begun.
         self._sync(start, stop, _WRITE)
         _leaving.append(_Leaving(weakref.ref(self), start, stop))
         while len(_leaving) > _WRITES_UNDER_WAY:
@@ -125,6 +127,7 @@ def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     file = MappedFile(folder, nbytes, label)
+    # The tensor holds `file`, which goes with the last tensor over it.
     data = torch.frombuffer(file, dtype=torch.uint8)
     file.address = data.data_ptr()
     if file.address not in _files:

@@ -125,6 +125,7 @@ class Exchange:
         values: Iterable[torch.Tensor],  # [rows, columns] of each piece of this rank
     ) -> Arriving:
         """Send `values`, one for each piece of this rank; those of empty pieces stay here."""
+        # (rank, shape) of what this rank sends and receives, empty pieces too: they keep the order of the matrices.
         goes = [(piece.target, piece.shape) for piece in pieces if piece.source == self.rank]
         comes = [(piece.source, piece.shape) for piece in pieces if piece.target == self.rank]
         counts_out = self._counts(goes)
@@ -151,6 +152,7 @@ class Exchange:
         ) -> object:
             return dist.all_to_all_single(out, source, bytes_in, bytes_out, **options)
 
+        # Summed over the ranks, logical bytes are those of all matrices once.
         logical = sum(matrix.numel for matrix in self.matrices) * width // self.ranks
         wire = sum(bytes_out) - bytes_out[self.rank]  # what stays on this rank does not travel
         work = self._run("all_to_all", collective, received, send, logical, wire)
@@ -169,6 +171,7 @@ class Exchange:
         received = self._buffer(self.ranks * longest)
         _pack(results, send[: counts[self.rank]])
         logical = received.nbytes
+        # Each rank sends n - 1 buffers of that length, as in a ring.
         wire = received.nbytes - send.nbytes
         padding = logical - sum(counts) * self.dtype.itemsize
         work = self._run("all_gather", compat.all_gather_single, received, send, logical, wire, padding)

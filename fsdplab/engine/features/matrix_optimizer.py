@@ -218,6 +218,7 @@ class MatrixOptimizer(Optimizer):
         for bucket, arriving in updates:
             arriving.work.wait()
             for place, update in zip(bucket.places, arriving.pieces):
+                # Empty where this rank holds nothing of the matrix: of 5 rows on 4 ranks the last has none.
                 if update.numel():
                     part = place.of(place.parameter)
                     group = self.param_groups[place.group]
@@ -323,6 +324,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         group: dict[str, Any],
     ) -> torch.Tensor:
         """Update the momentum of this rank's part; return the update before Newton-Schulz, in bfloat16."""
+        # m = beta m + (1 - beta) g; with Nesterov what is sent is (1 - beta) g + beta m.
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         if not group["nesterov"]:
             return momentum.bfloat16()
@@ -453,6 +455,7 @@ def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | 
     if dim is None:
         matrix = Matrix.replicated((rows, columns), ranks)
     else:  # ranks hold some rows or columns
+        # Dimension 1 of a stack [experts, rows, columns] is dimension 0 of each matrix.
         matrix = Matrix.sharded((rows, columns), dim - len(stack), ranks)
     if not stack:
         yield _Place(parameter, number, matrix)

@@ -56,6 +56,7 @@ def _warn_of_lists() -> None:
     _searched.update(searched)
     unsharded = [param.gathered for unit in searched for param in unit.memory.params if param.gathered is not None]
     holders = []
+    # This looks at every object of the process, which takes long.
     for referrer in gc.get_referrers(*unsharded):
         if type(referrer) in (list, tuple) and referrer is not unsharded:
             holders.append(referrer)
@@ -84,6 +85,7 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
     if _checked.get(optimizer) == seen:
         return
     name = type(optimizer).__name__
+    # Whole parameters that were cut since, when they were marked (`ShardedParam.cut`).
     from_before = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
     if from_before:
         raise RuntimeError(
@@ -123,6 +125,7 @@ def _not_shown(
     sharded = [param for unit in _watched for param in unit.memory.params]
     shown = {id(param.at_rest) for param in sharded}
     for param in sharded:
+        # `functional_call` shows another parameter for one forward, then the old one again.
         shown.update(id(module._parameters.get(attribute)) for module, attribute in param.sites())
     return [parameter for parameter in parameters if id(parameter) not in shown]
 
@@ -167,9 +170,11 @@ def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None
     """
     _roots.add(root)
     units = units_under(root, recurse=True)
+    # One rank: nothing has to be averaged.
     if all(unit.memory.config.divide == 1 for unit in units):
         return
     sharded = [param for unit in units for param in unit.memory.params]
+    # By place, not by object: while a unit is unsharded the places show other parameters.
     owned = {(id(module), attribute) for param in sharded for module, attribute in param.sites()}
     late = []
     for prefix, module in root.named_modules():

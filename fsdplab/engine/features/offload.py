@@ -82,10 +82,12 @@ class HostStorage(ShardStorage):
         if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
+        # The target's memory may still be in use by what the computing stream was given before.
         stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(stream):
             write(target)
             self._sent = sent = stream.record_event()
+        # Waiting is for the stream that computes; the host goes on.
         return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
 
     def await_copies(self) -> None:
@@ -100,6 +102,7 @@ class HostStorage(ShardStorage):
     ) -> tuple[Iterable[torch.Tensor], Pending]:
         """Begin to copy gradients to host memory; return where each will be, and what the host waits for."""
         values = list(gradients)
+        # What was computed on the host is there already: `cpu()` returns it as it is.
         if not values or not compat.has_streams(values[0].device):
             return super().take([value.cpu() for value in values])
         memory = partial(torch.empty, dtype=torch.uint8, pin_memory=self.pin_gradients)
@@ -117,6 +120,7 @@ class FileStorage(HostStorage):
         super().__init__(pin=False)
         self.pin_gradients = torch.accelerator.is_available()
         self.folder, self.keep_cached = Path(folder), keep_cached
+        # A folder that cannot be written to fails here, not in the first forward.
         mapped.zeros(self.folder, 1, "a trial")
         if mapped.is_in_memory(self.folder):
             warnings.warn(
@@ -171,8 +175,10 @@ class _Leaving:
     ) -> Pending:
         """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
         current = torch.cuda.current_stream(self._device)
+        # Once the last copy is waited for on that stream, the allocator may use its memory for what comes next.
         if self._last is not None:
             current.wait_event(self._last[0])
+        # The reduction that makes `values` is on the current stream.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(landings, values, non_blocking=True)
@@ -204,6 +210,7 @@ def end_to_end(
     make: Callable[[int], torch.Tensor],  # from a number of bytes: [bytes] (uint8)
 ) -> list[torch.Tensor]:
     """Return tensors of the dtypes, shapes and order of `values`, in one piece of memory."""
+    # Each rounded up to 64 bytes: 100 and 20 bytes begin at 0 and 128, in a piece of 192.
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     piece = make(sum(sizes))
     return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
@@ -215,6 +222,7 @@ def _view(
     like: torch.Tensor,  # any shape, any dtype
 ) -> torch.Tensor:
     """Return the bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+    # Dense, in the order of the dimensions of `like`, also where `like` has gaps.
     strides = torch.empty_like(like, device="meta").stride()
     return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
@@ -228,6 +236,7 @@ class _Order:
 
     def next_after(self, address: int) -> int:
         """Note that `address` is read; return the one to expect after it, or 0."""
+        # Two reads tell the direction: after 1, 2 comes 3 in a forward, after 3, 2 comes 1 in a backward.
         self._followed[self._last] = address
         self._last = (self._last[1], address)
         return self._followed.get(self._last, 0)

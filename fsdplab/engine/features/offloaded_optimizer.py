@@ -126,6 +126,7 @@ class OffloadedOptimizer(Optimizer):
         parts = list(self._parts())
         begun = 0  # how many parts are here, or on their way
         for index, part in enumerate(parts):
+            # Those not begun yet, up to `ahead` parts behind this one.
             for following in parts[begun : index + 1 + self._offloading.ahead]:
                 self._bring_in(following)
                 begun += 1
@@ -156,6 +157,7 @@ class OffloadedOptimizer(Optimizer):
                 if param.grad is None and not all_of_them:
                     continue
                 nbytes = self._bytes_of(param)
+                # Full. A parameter that is larger than a part is a part of its own.
                 if params and part_bytes + nbytes > self._offloading.part_bytes:
                     yield _Part(group, params)
                     params, part_bytes = [], 0
@@ -168,6 +170,7 @@ class OffloadedOptimizer(Optimizer):
         """Return the bytes of a parameter and of its state; before the first step as many as Adam would have."""
         nbytes = compat.local_of(param).nbytes
         items = self._items([param])
+        # The parameter and two moments of its size.
         if not items:
             return 3 * nbytes
         return nbytes + sum(item.local.nbytes for item in items)
@@ -222,6 +225,7 @@ class OffloadedOptimizer(Optimizer):
     def _put_away(self, part: _Part) -> None:
         """Begin to write what `part` changed, and move state that is new, or on a device, to where it rests."""
         storage = self._offloading.storage
+        # State that is new (of a first step or a state dict), or was copied to the device for this step.
         leaving = [item for item in self._items(part.params) if not storage.holds(item.local)]
         rests = self._rests_of(leaving)
         if leaving and leaving[0].local.device.type == "cuda":

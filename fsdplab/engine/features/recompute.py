@@ -73,6 +73,7 @@ def _every_other_product() -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op not in _PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
+        # Products 1, 3, 5 are saved; 2, 4, 6 are computed again.
         seen[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
 

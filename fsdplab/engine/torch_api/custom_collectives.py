@@ -61,6 +61,7 @@ class CustomTransport(StagedTransport):
         """Return how to sum by the user's reduce-scatter, if there is one."""
         if self.scatter is None:
             return super()._reduction(send, output, average)
+        # [shard elements] in the user's memory; the sum is copied to `output` and divided there.
         received = self._staging(output.numel(), output.dtype, "scatter")
 
         def issue(asynchronous: bool) -> Any:
@@ -144,6 +145,7 @@ def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
     if not isinstance(transport, CustomTransport):
         transport = CustomTransport(transport, config.device)
     gather, scatter = gather or transport.gather, scatter or transport.scatter
+    # Over the transport that was there first: a second call does not stack one on the other.
     transport = CustomTransport(transport.below, config.device, gather, scatter)
     unit.memory.config = replace(config, shard=transport)
 

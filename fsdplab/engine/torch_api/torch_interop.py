@@ -171,6 +171,8 @@ class Group:
         runtime = self._hooks.bound
         for name, call in (("pre_backward", "before_backward"), ("post_backward", "after_backward")):
             method = getattr(runtime, call)
+            # torch's memory tracker assigns a wrapper, `group.pre_backward = ...`, which lands in the `__dict__` of the
+            # group.
             if name in self.__dict__ and not isinstance(method, _Detours):
                 method = _Detours(method)
                 setattr(runtime, call, method)

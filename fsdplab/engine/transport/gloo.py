@@ -35,6 +35,7 @@ class GlooTransport(StagedTransport):
         average: Average,
     ) -> Reduction:
         """Return how to sum `send` into `output`: an all-to-all, then a sum on this rank."""
+        # [ranks * shard elements]: every rank's gradients of this rank's shard, rank after rank.
         received = torch.empty_like(send)
         events.tag("communication_buffers", received, "")
 
@@ -42,6 +43,7 @@ class GlooTransport(StagedTransport):
             announce("reduce_scatter", self._announced, lambda: (torch.empty_like(output), send))
             return self._backend.alltoall_base(received, send, [], [])
 
+        # Unbound to [shard elements] of each rank, which are summed once somebody waits.
         return issue, lambda: average.sum_up(received.view(self.ranks, -1).unbind(), output), received
 
 

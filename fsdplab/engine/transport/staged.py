@@ -66,6 +66,7 @@ class StagedTransport(Transport):
                 return self._gather(staging, send, asynchronous)
 
         def copy_out() -> None:
+            # On whoever waits: `whole` takes its memory here, not while the gather is under way.
             with events.span("all_gather_copy_out", label.unit):
                 unpack(staging, whole)
 
@@ -87,10 +88,12 @@ class StagedTransport(Transport):
             before = half(average.factor)
         send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
         events.tag("communication_buffers", send, label.unit)
+        # Packed now, on the caller's stream; the side stream sends once that is done.
         with events.span("post_backward_reduce", label.unit):
             pack(layout, gradients, send)
             if before != 1.0:
                 send.div_(before)
+            # One row a rank, [ranks, shard elements]: each shard has a mark for every parameter with elements.
             average.mark(send.view(self.ranks, -1))
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
@@ -119,6 +122,7 @@ class StagedTransport(Transport):
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         finish = average.after(before).finish_once(buffer)
+        # `after`: on streams this begins where the reduce-scatter ends, without the host.
         job = Job(issue, finish, departure, (buffer,), after)
         return self._all_reduce_stream.run(job)
 

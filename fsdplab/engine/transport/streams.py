@@ -49,6 +49,7 @@ class HostStream:
             if work is not None:  # a collective of the user's own may be done already
                 work.wait()
             now = time.time_ns()
+            # `done` is earlier than `now` where the bytes had arrived before anybody waited.
             job.departure.moved(start, done[0] if done else now, now - awaited)
 
         steps = [move, job.complete, job.on_wait]
@@ -88,6 +89,8 @@ class CudaStream:
         timed = events.listening()
         start = torch.cuda.Event(enable_timing=timed)
         end = torch.cuda.Event(enable_timing=timed)
+        # After a reduce-scatter, or a copy from the host, its event is enough. Else the side stream waits for all that
+        # the current stream was given so far: packing, say.
         if job.after is not None and job.after.event is not None:
             self._stream.wait_event(job.after.event)
         else:
@@ -95,7 +98,7 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             start.record()
             job.departure.leave()
-            job.issue(False)
+            job.issue(False)  # blocks this side stream alone
             job.complete()
             end.record()
         wait = _StreamWait(self._stream.device, end, timed)
@@ -123,6 +126,7 @@ class _StreamWait:
         if not self._timed:
             stream.wait_event(self._end)
             return
+        # The time between these two events is how long the stream stood still.
         self._around = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         self._around[0].record(stream)
         stream.wait_event(self._end)

@@ -59,6 +59,7 @@ def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
 
 def _on_the_step(guessed: str, a_s: float, b_s: float) -> str:
     """`Right: B has the shorter step (A 919 ms, B 850 ms).`, or the same after `You said A`."""
+    # 2 % of the shorter step
     if abs(a_s - b_s) <= _ALIKE * min(a_s, b_s):
         answer = "equal"
         words = "the steps are equally long"
@@ -94,6 +95,7 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
         b_takes = b.step.total
         longer = _beside(a.step.total, b_takes, seconds, _OF_TIMES)
         parts.append(f"Its step takes {seconds(b_takes)}, {longer}.")
+    # one rank alone sends nothing with any strategy
     if a.sent is not None and b.sent is not None and a.sent + b.sent:
         sends = _sends(a.sent, b.sent)
         parts.append(_on_the_messages(a, b, sends, precision))

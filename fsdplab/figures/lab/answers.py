@@ -92,6 +92,7 @@ class View:
     def _drawn(self, records: Sequence[RunRecord]) -> Drawn:
         card = parse_card(self.choices.card)
         rows: list[Row] = []
+        # A with its old choices is above the strategies with the present ones
         if self.look.pinned:
             rows.append(self._pinned_row(card, records))
         for strategy, run in self.runs.items():
@@ -99,6 +100,7 @@ class View:
         a = outcome(self.first)
         b = outcome(self.runs[self.b])
         names = (self.name, self.b)
+        # the guess's verdict is filled in by `answer`, where there is one
         return Drawn(
             errors={},
             a=self.a,
@@ -171,11 +173,15 @@ def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
     if not runs:
         words = "only runs of the lab's own engine are drawn here; choose it too"
         return View(choices, look, fixed, {"engines": words})
+    # in the order of the controls
     strategies = [*runs]
+    # all runs have one model, so one of them stands for all
     why_not = _why_not_recorded(runs[strategies[0]])
     if why_not:
+        # the error is shown at the units where the reader has chosen them
         control = "model" if choices.units == "auto" else "units"
         return View(choices, look, fixed, {control: why_not})
+    # a strategy that is no longer chosen makes room for the last one, as B, and the first one, as A
     b = look.b if look.b in runs else strategies[-1]
     if look.pinned:
         pinned_runs = alone(look.pinned, look.a, fixed).runs
@@ -193,6 +199,7 @@ def _why_not_recorded(any_run: Run) -> str:
     run = run_of(any_run)
     if run is None or not run.own_model:
         return ""
+    # the recording, or in a string why there is none
     recording = recorded_model().recording_or_why(run)
     return recording if isinstance(recording, str) else ""
 

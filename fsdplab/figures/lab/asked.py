@@ -24,6 +24,7 @@ def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
     wanted = asked
     preset = PRESETS.get(asked.get("preset", now.preset))
     if preset and preset.choices.preset != now.preset:
+        # the page's controls still have the values of the machine before
         wanted = vars(preset.choices)
     changes = {}
     for name in CONTROLS:
@@ -41,7 +42,9 @@ def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
     """What the page looks at: strategies that do not exist are ignored, and Pin keeps the choices as they are now."""
     sides = {side: asked[side] for side in ("a", "b") if asked.get(side) in STRATEGIES}
     fields = dict(asked.get("guess") or {})
+    # other names than a guess's are ignored
     guess = Guess(**{name: value for name, value in fields.items() if name in Guess.__annotations__})
+    # a pin that is set keeps the choices with which it was set
     pinned = None
     if asked.get("pin"):
         pinned = before.pinned or now

@@ -34,6 +34,7 @@ def row_of(strategy: str, run: Run, card: int | None, records: Sequence[RunRecor
     if peak and card:
         over = max(0, peak - card)
     memory = predicted.memory or {}
+    # what is known without a step; the rest follows
     row = Row(
         name=strategy,
         strategy=strategy,
@@ -54,6 +55,7 @@ def row_of(strategy: str, run: Run, card: int | None, records: Sequence[RunRecor
         row["step"] = (step.computing, step.hidden, step.exposed, step.optimizer)
         row["step_s"] = step.total
         row["step_words"] = step.words
+    # runs of this machine can be measured
     if isinstance(run, RunSpec):
         row["measured"] = _measured(run, records)
         row["here"] = _here(run, records)
@@ -90,10 +92,12 @@ def _band(ends: tuple[float, float], say: Callable[[float], str], of: str) -> Ba
 
 def _measured(run: RunSpec, records: Sequence[RunRecord]) -> Measured | None:
     """Peak and median step of the last record with the settings of the run; None where it was not measured."""
+    # all settings that change what the run takes
     wanted: dict[str, Any] = {"engine": "lab"}
     for name in _SETTINGS:
         wanted[name] = getattr(run, name)
     wanted["model"] = name_of(run.model)  # as records have it
+    # the newest first, which replaces older ones of the same settings
     for record in reversed(records):
         settings = {name: record.spec.get(name) for name in wanted}
         if settings != wanted:
@@ -113,6 +117,7 @@ def _here(run: RunSpec, records: Sequence[RunRecord]) -> Here | None:
         return None
     from fsdplab.sessions.first_run import step_here  # which imports torch
 
+    # the newest first
     for record in reversed(records):
         step = step_here(record, run)
         if step is not None:
@@ -146,6 +151,7 @@ def step_title(rows: Sequence[Row]) -> str:
     if not times:
         return "Step"
     shortest = min(step_s for _, step_s in times)
+    # several strategies may be equal: with much to compute all hide their messages
     longest_equal = (1 + _EQUAL) * shortest
     best = [name for name, step_s in times if step_s <= longest_equal]
     if len(best) > 2:
@@ -158,6 +164,7 @@ def step_title(rows: Sequence[Row]) -> str:
 
 def crossover_mark(side: str, run: Run, ends: tuple[float, float]) -> Mark:
     """Where the crossover stands on the link's slider, and what is said of it."""
+    # nothing is simulated, so nothing is known to wait
     if outcome(run).step is None:
         return Mark(side=side, at=None, words="")
     crossed = crossover(run, ends)
@@ -165,8 +172,10 @@ def crossover_mark(side: str, run: Run, ends: tuple[float, float]) -> Mark:
         return Mark(side=side, at=None, words=f"{side} waits at every speed")
     at, remains_s = crossed
     slowest = ends[0]
+    # hidden already where the slider begins
     if at == slowest:
         return Mark(side=side, at=at, words=f"{side} hidden at every speed")
+    # 223_740_000 reads as 224 MB/s: more digits are no use on a slider
     three_digits = float(f"{at:.3g}")
     rate = LinkSpec("", three_digits, 0.0).words
     words = f"{side} from {rate}: only the ends exposed, {seconds(remains_s)}"

@@ -28,6 +28,7 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
             share = record.summary.cpu_share or 0.0
             whose = "your job" if record is job else ""
             return f"{took}. {core_sentence(share, whose)}"
+    # faster beyond chance, by the scatter of both
     job_step = job.summary.step_time_s
     faster = [record for record in runs if is_below(record.summary.step_time_s, job_step)]
     if not faster:
@@ -63,6 +64,7 @@ def _less_than(job: RunRecord, fastest: RunRecord) -> str:
     takes = step_of(run)
     if run.peak:
         takes += f" and {size(run.peak)}"
+    # both are timed, else the run would not be among the faster ones
     run_s = run.step_median or 0.0
     job_s = job.summary.step_time_s.median or 1.0
     less = percent(1 - run_s / job_s)

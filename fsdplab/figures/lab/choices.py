@@ -87,6 +87,7 @@ def _ranks(choices: Choices, fixed: Fixed) -> Sequence[int]:
 
 def _targets(choices: Choices, fixed: Fixed) -> Sequence[str]:
     """The models of the wind tunnel; without it the choice has no meaning, and any is right."""
+    # whatever it is, the value is then among those expected
     return TARGETS if choices.link == TUNNEL else (choices.as_model,)
 
 
@@ -140,10 +141,10 @@ class Preset:
     """
 
     choices: Choices
-    link_words: str
+    link_words: str  # what the link's slider is called
     links: tuple[float, float]  # bytes per second
-    tokens: tuple[int, int]
-    sequences: tuple[int, int] = (32, 512)
+    tokens: tuple[int, int]  # of a rank in a step
+    sequences: tuple[int, int] = (32, 512)  # tokens of a sequence
     ranks: tuple[int, ...] = RANKS
     models: tuple[str, ...] = MODELS
     gpu: str = ""
@@ -168,11 +169,12 @@ _ON_GPUS = Choices(
     model="llama-3.1-8b",
     ranks=8,
     precision="bf16",
-    link="450GB/s",
+    link="450GB/s",  # NVLink of an H100, in one direction
     card="80GiB",
     tokens=4096,
     sequence=GPU_SEQUENCE,
 )
+# 12.5 GB/s are 100 Gbit/s, which the eight GPUs of a node share
 _TWO_NODES = replace(
     _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
 )
@@ -191,7 +193,7 @@ PRESETS: dict[str, Preset] = {
     "two nodes": Preset(
         _TWO_NODES,
         link_words="Ethernet of a node",
-        links=(0.125e9, 400e9),
+        links=(0.125e9, 400e9),  # 1 Gbit/s to 3200 Gbit/s
         tokens=(512, 65536),
         sequences=(512, 65536),
         ranks=(16, 32),
@@ -225,6 +227,7 @@ def sequence_of(choices: Choices, fixed: Fixed) -> int:
     (128, 64)
     """
     on_gpus = bool(PRESETS[choices.preset].gpu)
+    # fixed fields are those of RunSpecs, which runs on GPUs are not
     if "sequence_length" in fixed and not on_gpus:
         return int(fixed["sequence_length"])
     sequence = min(choices.sequence, choices.tokens)
@@ -295,6 +298,7 @@ def _wrong_choices(choices: Choices, fixed: Fixed) -> dict[str, str]:
     if PRESETS[choices.preset].gpu and choices.units not in _BLOCKS and not own_model(choices, fixed):
         words = f"units is {choices.units!r}; plans of published models have blocks as units: expected auto or block"
         return {"units": words}
+    # 256 tokens in sequences of 128 are a batch of 2; of 200 tokens a part would be left
     sequence = sequence_of(choices, fixed)
     if choices.tokens % sequence:
         return {"tokens": f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"}
@@ -309,6 +313,7 @@ def _wrong(name: str, choices: Choices, fixed: Fixed) -> str:
         return _wrong_text(value, control)
     if value == ():
         return f"nothing is chosen; expected at least one of {', '.join(expected)}"
+    # the default tells which choices are multiple: theirs are tuples
     several = value if isinstance(getattr(Choices, name), tuple) else (value,)
     # True and 2.0 are equal to numbers that are offered
     wrong = [each for each in several if isinstance(each, (bool, float)) or each not in expected]
@@ -340,6 +345,7 @@ def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
     pairs: list[tuple[str, str]] = []
     missing: list[str] = []
     for engine in engines:
+        # an engine that is chosen runs what it can, and what it cannot is named
         able = [strategy for strategy in choices.strategies if strategy in ENGINES[engine]]
         if not able:
             does = f"{engine} does {' and '.join(ENGINES[engine])}, none of the chosen strategies"
@@ -347,6 +353,7 @@ def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
         pairs += [(strategy, engine) for strategy in able]
         missing += [f"{engine} does not do {strategy}" for strategy in choices.strategies if strategy not in able]
     if "twin" in choices.engines:
+        # the twin does not shard: the strategy is a name only
         pairs.append(("full_shard", "twin"))
     specs = tuple(_spec(choices, strategy, engine, fixed) for strategy, engine in pairs)
     if missing:
@@ -356,10 +363,12 @@ def _on_this_machine(choices: Choices, fixed: Fixed) -> Request:
 
 def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec:
     """The run of one strategy and engine: the fields that controls set, over those that are fixed for all runs."""
+    # field of a RunSpec -> what its control has
     chosen: dict[str, Any] = {name: getattr(choices, control) for name, control in CONTROL_OF.items()}
     chosen["strategy"], chosen["engine"] = strategy, engine
     chosen["card"] = parse_card(choices.card)
     if strategy not in IN_GROUPS:
+        # other strategies shard over all ranks
         chosen["shard_size"] = None
     chosen["link"] = choices.link.strip()
     if chosen["link"] in (NO_LINK, TUNNEL):  # the tunnel sets its own
@@ -369,12 +378,14 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
     else:
         chosen["emulate"] = chosen["as_model"] = None
     sequence = sequence_of(choices, fixed)
+    # 256 tokens in sequences of 128: a batch of 2
     chosen["batch_size"], chosen["sequence_length"] = choices.tokens // sequence, sequence
     own = own_model(choices, fixed)
     if own:
         chosen["model"] = own
         if not reads_text(own):  # its batches are its own
             del chosen["batch_size"], chosen["sequence_length"]
+    # later ones win: what a control sets, then fixed fields, then one profiled step
     settings = {"profile": 1, **fixed, **chosen}
     if engine == "twin":
         settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_TWIN}
@@ -385,6 +396,7 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
 def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
     """The planner's step, with the link and the card of the choices."""
     if choices.link in (NO_LINK, TUNNEL):
+        # GPUs always have a link, and the tunnel is for ranks of this machine
         raise LinkError(f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s")
     preset = PRESETS[choices.preset]
     mesh: dict[str, Any] = {"gpus": choices.ranks, "gpus_per_node": preset.per_node, "strategy": strategy}
@@ -407,6 +419,7 @@ def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
             optimizer=choices.optimizer,
             **mesh,
         )
+    # a card of `none` leaves the GPU's own memory
     gpu = replace(plan.gpu, memory_bytes=parse_card(choices.card) or plan.gpu.memory_bytes)
     return at_bandwidth(replace(plan, gpu=gpu), parse_link(choices.link).bytes_per_s)
 
@@ -423,6 +436,7 @@ def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
 
 def _to_blame(error: SpecError, choices: Choices, fixed: Fixed) -> str:
     """The control of the first field to blame that is not at its default; the engines where there is none."""
+    # the reader can change no fixed field, but can choose another model than one's own
     no_choice = {*fixed} - {"model"}
     for name in error.fields:
         control = CONTROL_OF.get(name, name)

@@ -55,12 +55,14 @@ def sharded_of(run: Run) -> Sharded:
 
 
 def _units_of(run: RunSpec) -> tuple[str, ...]:
+    # the model itself is the unit: no class inside of it is wrapped
     if run.units == "model":
         return ()
     if run.own_model:
         return recorded_model().unit_classes(run)
     if run.units == "linear":
         return ("torch.nn.Linear",)
+    # the block of this package's Llama, else that of its GPT
     return (BLOCKS["llama" in run.model][0],)
 
 
@@ -93,6 +95,7 @@ def _run_command(run: RunSpec) -> str:
         if value != each.default and each.name not in _NO_FLAGS:
             chosen[each.name] = value
     chosen["profile"] = run.profile  # also at its default: a profiled run shows more than a fast one
+    # a Workload exists in the notebook only, where no command line reaches it
     if kind_of(run.model) == VALUE:
         del chosen["model"]
         settings = {"strategy": run.strategy, **chosen}

@@ -21,6 +21,7 @@ const asTime = (seconds) => inUnits(seconds, 3, [["s", 1], ["ms", 1e-3], ["Âµs",
 
 // The end of an axis: a round number, so that bars move and the axis stays while a slider moves.
 function roundUp(value) {
+  // of 0.919 s: power 0.1, and the first of 0.1, 0.15, 0.2, ... that is not below it is 1.0
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((end) => end >= value * 1.0001) ?? value;
 }
@@ -48,6 +49,7 @@ function buttons(label, values, named, isOn, choose, many = false) {
   return { node: row, show: (asked, preset) => keepFocus(row, () => fill(values(preset, asked), asked)) };
 }
 
+// Drawing replaces the elements, so the focus goes to the new one with the same key.
 function keepFocus(place, draw) {
   const key = place.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   draw();
@@ -61,6 +63,7 @@ function menu(label, name, values, ask) {
   } });
   const show = (asked) => {
     const current = asked.choices[name], list = values(asked);
+    // a value that was set from Python may not be among those offered
     const all = list.includes(current) ? list : [...list, current];
     select.replaceChildren(...all.map((value) => element("option", { value, selected: value === current }, String(value))));
   };
@@ -78,6 +81,7 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
   const range = element("input", { type: "range", min: 0, step: 1, "data-of": name });
   const field = element("input", { type: "text", class: "fl-value", "data-of": `${name} typed` });
   const title = element("span", {}), marks = element("div", { class: "fl-marks", "aria-hidden": "true" });
+  // 0 at the slider's left end, 1 at its right: of 10 MB/s to 10 GB/s, 316 MB/s are in the middle
   const place = (value, [low, high]) => Math.log(value / low) / Math.log(high / low);
   let bounds = [1, 10];
   range.addEventListener("input", () => {
@@ -100,6 +104,7 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
   };
   const mark = (list) => {
     marks.replaceChildren(...list.map((each, index) => {
+      // a side that waits at every speed has no tick, only its words
       const share = each.at ? clamp(place(each.at, bounds), 0, 1) : 1;
       const tick = element("i", { class: `fl-mark fl-${each.side}`, title: each.words + (each.more ?? "") });
       tick.style.left = `calc(8px + ${share} * (100% - 16px))`;
@@ -136,6 +141,7 @@ function bars(answer, offers, places, tips) {
   const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0, ...ends(row, 0)]);
   const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0, ...ends(row, 1)]);
   const most = [roundUp(Math.max(...peaks, 1)), roundUp(Math.max(...times, 1e-9))];
+  // a card that is much larger than all bars does not squeeze them
   if (answer.card && answer.card <= 2 * most[0]) most[0] = roundUp(Math.max(...peaks, answer.card));
   const x = (which, value) => left[which] + (room * value) / most[which];
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
@@ -144,6 +150,7 @@ function bars(answer, offers, places, tips) {
     out.push(title(left[which], tops[which] + 14, panel, text));
   const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
+  // without any memory, or any step, there is nothing to give an axis
   const known = [peaks.some(Boolean), times.some(Boolean)];
   for (const [which, say] of [[0, sized], [1, asTime]].filter(([which]) => known[which]))
     for (const part of [0, 0.5, 1]) {
@@ -217,7 +224,9 @@ const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}â
 function legend(list, left, room, top) {
   let x = 0, y = top;
   const svg = list.map(([name, look]) => {
+    // pixels of the coloured square and of the letters
     const wide = 19 + 6.2 * name.length;
+    // the next row, unless this one is empty
     if (x && x + wide > room) [x, y] = [0, y + LEGEND];
     const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
     x += wide + 6;
@@ -250,6 +259,7 @@ function timeline(answer, offers, width, top, tips) {
     out.push(`<path class="fl-end" d="M${x(run.step)},${y - 2}v${2 * LANE + 2}"/><text class="fl-label" ${narrow ? `text-anchor="end" x="${x(run.step)}" y="${y - 5}"` : `x="${x(run.step) + 5}" y="${y + 18}"`}>${asTime(run.step / 1e3)}</text>`);
   });
   const bottom = start + runs.length * pitch - 4;
+  // ends that three divide into round numbers; all others are divided by four
   const pieces = [1.5, 3, 6].includes(digits(end / 10 ** Math.floor(Math.log10(end)), 3)) ? 3 : 4;
   for (const part of [...Array(pieces + 1).keys()].map((place) => place / pieces))
     out.push(`<path class="fl-grid" d="M${x(end * part)},${start - 2}V${bottom}"/><text class="fl-small" text-anchor="middle" x="${x(end * part)}" y="${bottom + 12}">${part ? asTime((end * part) / 1e3) : 0}</text>`);
@@ -275,18 +285,23 @@ function render({ model, el }) {
   const presetOf = () => offers.presets[asked.choices.preset];
 
   function send(press) {
+    // the answer repeats the number: one to an older question moves no control
     asked.n = ++number;
     model.set("asked", structuredClone(asked));
     if (press) model.set("pressed", { n: number, what: press });
     model.save_changes();
     clearTimeout(waiting);
+    // a kernel that runs a cell does not answer: say so after a moment
     waiting = setTimeout(() => say(offers.waiting, "fl-waits"), BUSY_AFTER_MS);
     showControls();
   }
   function ask(choices = {}, look = {}) {
     Object.assign(asked.choices, choices);
     Object.assign(asked, look);
-    if (asked.guess.on && !("guess" in look)) asked.guess = { on: true, given: false, faster: "", memory: "" };
+    // another choice is another question, so the guess begins anew
+    // another job is another question; what is only unfolded beside the answer is none
+    const same = "guess" in look || ("more" in look && !Object.keys(choices).length);
+    if (asked.guess.on && !same) asked.guess = { on: true, given: false, faster: "", memory: "" };
     send();
   }
 
@@ -294,6 +309,7 @@ function render({ model, el }) {
   const toggled = (value) => {
     const now = asked.choices.strategies, order = offers.values.strategies;
     const next = now.includes(value) ? now.filter((each) => each !== value) : order.filter((each) => each === value || now.includes(each));
+    // the last strategy stays chosen
     if (next.length) ask({ strategies: next });
   };
   const engines = (value) => {
@@ -365,7 +381,9 @@ function render({ model, el }) {
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
     sequence.node.hidden = tokens.node.hidden || (preset.measured && offers.fixed.includes("sequence_length"));
     keepFocus(faster, () => faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "data-key": each, "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each))));
+    // what the reader is typing is left alone
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
+    // `link typed` is of the control `link`, too
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
   }
   function showMore() {
@@ -373,8 +391,9 @@ function render({ model, el }) {
     const cells = (row) => [row.speed, row.step, `${row.memory}${row.fits ? "" : ", over the card"}`, row.sent].map((text) => element("td", {}, text));
     const line = (row) => element("tr", {}, element("td", {}, element("button", { type: "button", "data-key": `if:${row.words}`, title: "choose it", onclick: () => ask(row.choices) }, row.words)), ...cells(row));
     const heads = [`${more.b} with`, "speed", "step", "memory of a rank", "sent"].map((text) => element("th", {}, text));
-    keepFocus(changes, () => changes.replaceChildren(...(rows.length ? [element("table", {}, element("tr", {}, ...heads), ...rows.map(line))] : ["nothing to change is known"])));
+    keepFocus(changes, () => changes.replaceChildren(...(rows.length ? [element("table", {}, element("tr", {}, ...heads), ...rows.map(line))] : [answer.hidden ? "hidden until the answer is shown" : "nothing to change is known"])));
     const names = Object.keys(texts);
+    // the form that was shown is kept while it is offered
     if (!names.includes(form)) form = names[0] ?? null;
     keepFocus(forms, () => forms.replaceChildren(...names.map((name) => element("button", { type: "button", "data-key": name, "aria-pressed": String(name === form), onclick: () => { form = name; showMore(); } }, name))));
     copyText.textContent = texts[form] ?? "";
@@ -397,11 +416,13 @@ function render({ model, el }) {
   function draw() {
     const hidden = Boolean(answer.hidden), left = !hidden && asks.contains(document.activeElement);
     asks.hidden = !hidden;
+    // the question disappears with the focus in it, which goes to the button that asked for it
     if (left) guessing.node.querySelector("button").focus();
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
     unit.textContent = ` ${answer.unit ?? ""}`;
     if (answer.rows && el.clientWidth) {
+      // the drawing is laid out in its own units, which are larger on wide pages and on projectors
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
       const inside = width / scale, places = placesOf(answer, offers, inside), top = bars(answer, offers, places, tips);
       const below = timeline(answer, offers, inside, places.height, tips), height = places.height + below.height;
@@ -412,6 +433,7 @@ function render({ model, el }) {
       root.style.setProperty("--fl-scale", scale);
       placeCard();
     }
+    // after a wrong choice the last figure stays, and is marked as old
     stage.classList.toggle("fl-stale", !answer.rows);
     sentence.replaceChildren(...(answer.judged ? [element("b", {}, `${answer.judged} `)] : []), `${answer.difference ?? ""} `, element("span", { class: "fl-clock" }, answer.clock ? `All ${answer.clock}. ` : ""), element("b", {}, answer.job ?? ""));
   }
@@ -435,10 +457,12 @@ function render({ model, el }) {
   handle.addEventListener("pointermove", (event) => {
     if (!handle.hasPointerCapture(event.pointerId)) return;
     const at = (event.clientX - stage.getBoundingClientRect().left) / drawn.scale;
+    // the handle follows at once, before the answer comes
     handle.style.left = `${at * drawn.scale - 8}px`;
     moveCard((at - drawn.card.left) * drawn.card.per);
   });
   handle.addEventListener("keydown", (event) => {
+    // 1 % a key, 10 % with the page keys
     const step = { ArrowLeft: 0.99, ArrowDown: 0.99, ArrowRight: 1.01, ArrowUp: 1.01, PageDown: 0.9, PageUp: 1.1 }[event.key];
     if (!step) return;
     event.preventDefault();

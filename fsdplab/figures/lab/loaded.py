@@ -33,6 +33,7 @@ def questions() -> Iterator[dict[str, Any]]:
     for preset, row in PRESETS.items():
         yield {"choices": {"preset": preset}, "more": True}
         for control, offered in {**values, "model": row.models}.items():
+            # one strategy, unless strategies are what varies, so that answers are quick
             for value in offered:
                 chosen = [value] if control in ("strategies", "engines") else value
                 yield {"choices": {**asdict(row.choices), "strategies": ["full_shard"], control: chosen}}

@@ -76,6 +76,7 @@ def _values() -> dict[str, Sequence[Any]]:
     for name, control in CONTROLS.items():
         if isinstance(control.values, tuple):
             values[name] = control.values
+    # an engine that is not installed could not be measured
     if importlib.util.find_spec("deepspeed") is None:
         values["engines"] = [engine for engine in values["engines"] if not engine.startswith("deepspeed")]
     values["as_model"] = [*TARGETS]

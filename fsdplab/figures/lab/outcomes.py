@@ -61,6 +61,7 @@ class Step:
     @property
     def words(self) -> str:
         """`919 ms, 65 % hidden`."""
+        # seconds of communication
         sent = self.hidden + self.exposed
         if not sent:
             return seconds(self.total)
@@ -129,8 +130,10 @@ def _on_any_card(run: Run) -> Run:
 def _outcome(run: Run, version: str) -> Outcome:
     step, blocks = _simulated(run)
     if isinstance(run, PlanSpec):
+        # a plan of a model of one's own is made from a recording of its micro-batch
         plan = run.plan if isinstance(run, OwnPlan) else plan_of(run)
         memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
+        # over all axes of the mesh
         sent = sum(bytes_by_axis(plan.traffic).values())
         return Outcome(memory, sent, step, blocks, sent_by_a_node=sent_by_a_node(run, plan.traffic))
     if run.link:
@@ -163,6 +166,7 @@ def _work_of(run: Run) -> StepWork | None:
         return recorded_model().steady_work(run)
     if run.own_model or why_not_steady(run):
         return None
+    # 1.0: the steady card computes at its whole rate; it has no streams, as CPU ranks have none
     return work_of(steady_plan_of(run), 1.0).shared(streams=False)
 
 
@@ -171,10 +175,13 @@ def _simulated(run: Run) -> tuple[Step, Blocks] | tuple[None, None]:
     work = _work_of(run)
     if work is None:
         return None, None
+    # communicators whose messages go side by side; plans have one
     queues = run.link_queues if isinstance(run, RunSpec) else 1
+    # no rank is slower than others, so that one stands for all
     first_rank = [*simulate_work(work, communicators=queues).logs][:1]
     tables = tables_of(first_rank, 1, {})
     blocks = _blocks_of(tables)
+    # the breakdown counts it as computing; the bar has a part of its own for it
     optimizer_ms = sum(block.end - block.start for block in blocks["compute"] if block.phase == OPTIMIZER)
     optimizer_s = optimizer_ms / 1e3
     (row,) = tables["breakdown"]
@@ -189,6 +196,7 @@ def _simulated(run: Run) -> tuple[Step, Blocks] | tuple[None, None]:
 
 
 def _blocks_of(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Blocks:
+    # (unit, phase, kind) -> why such messages are exposed
     causes = {(row["unit"], row["phase"], row["kind"]): row["cause"] for row in tables["exposed"]}
     blocks = Blocks(compute=[], messages=[], exposed=[])
     for row in tables["ledger"]:
@@ -241,12 +249,15 @@ def _crossover(run: Run, ends: tuple[float, float], version: str) -> tuple[float
         plan, reached = run, 1.0
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
+        # plans reach 84 % of a link's rate: the steady card's is made larger, so that it carries all of `bytes_per_s`
         linked = on_links_of(at_bandwidth(plan, bytes_per_s / reached), work)
         return _waits(simulate_program(linked, program).logs[0])
 
     slowest, fastest = ends
+    # rates 1 % apart on a logarithmic scale: 10 MB/s to 10 GB/s are 695 steps
     steps = ceil(log(fastest / slowest, 1.01))
     rates = [slowest * (fastest / slowest) ** (step / steps) for step in range(steps + 1)]
+    # bisection: a rank that does not wait at one rate waits at no higher one
     least = bisect_left(rates, True, key=lambda rate: not waits(rate)[0])
     if least > steps:
         return None
@@ -258,9 +269,11 @@ def _waits(log: RankLog) -> tuple[float, float]:
     spans = sorted(log.computed, key=lambda span: span.start)
     gaps_in_passes: list[float] = []
     gaps_at_ends: list[float] = []
+    # what is no computing between two spans is waiting for a message
     for before, after in pairwise(spans):
         gaps = gaps_in_passes if _in_one_pass(before, after) else gaps_at_ends
         gaps.append(max(0.0, after.start - before.end))
+    # before the first span the rank waits for the first all-gather
     in_passes, at_ends = sum(gaps_in_passes), spans[0].start + sum(gaps_at_ends)
     if in_passes <= 1e-6 * log.end:
         return 0.0, at_ends  # they are rounding errors

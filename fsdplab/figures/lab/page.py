@@ -37,6 +37,7 @@ class PageLab:
         question: Asked = json.loads(asked)
         changes, self._look = moved(question, self._choices, self._look)
         self._choices = replace(self._choices, **changes)
+        # nothing was recorded on a page, so there is no job beside it
         answer_to = AnswerTo(
             n=question.get("n", 0), asked=as_asked(self._look, self._choices), link=bandwidth_of(self._choices), job=""
         )

@@ -31,6 +31,7 @@ _LEAST, _MOST = 280, 1400  # pixels of a drawing
 
 
 # what the page's script puts where: an id of the page -> HTML; of a plan that cannot be made `error` alone
+# in this form and not as a class, as "step-words" is no name of Python
 Places = TypedDict(
     "Places",
     {
@@ -57,15 +58,19 @@ def answer(choice: Mapping[str, str], width: int) -> Places:
 
     "json" is what `fsdplab plan --json` writes for the same choice.
     """
+    # sliders pass through choices that contradict each other: the page shows why and keeps its last figures
     try:
         spec = spec_of(choice)
         found = plan_of(spec)
         record = simulate(spec) if found.time and _is_simulated(spec) else None
     except UserError as error:
         return {"error": escape(str(error))}
+    # whatever width a page reports (0 while it is hidden), a drawing stays readable
     pixels = max(_LEAST, min(_MOST, width))
+    # a band of 0.9 to 1.22 and a peak of 50 GB: 45 to 61 GB
     band = memory_band(spec)
     low, high = band.around(found.memory.peak.total)
+    # searched only where the plan does not fit, since many variants are planned for it
     remedies_of_plan = "" if found.fits else "".join(_remedies(found, choice))
     quantities = [_quantity(name, value, beside) for name, value, beside in _quantities(found, band)]
     drawing_of_step = step_drawing(_first_rank(record), pixels) if record else ""
@@ -106,6 +111,7 @@ def _room_words(found: Plan, high: float) -> str:
     """Say how much of the card is needed at the peak, and whether the card holds what may come on top of it."""
     peak = size(found.memory.peak.total)
     card = size(found.spec.gpu.memory_bytes)
+    # "likely": the peak fits, but not with the band's upper end and what the allocator reserves
     also = "also" if found.fitness == "yes" else "not"
     reserved = size(found.memory.reserved_bytes)
     more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({reserved})"
@@ -127,8 +133,10 @@ def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
 def _remedy(remedy: Remedy, choice: Mapping[str, str]) -> str:
     """Return a button with the flags, and the figures behind it."""
     flags = f"<code>{escape(remedy.words)}</code>"
+    # `in_words` begins with the flags, which the button shows already, and puts the rest in brackets
     words = escape(in_words(remedy).removeprefix(remedy.words).strip(" ()"))
     chosen = offered(choice, dict(remedy.changes))
+    # what the controls do not offer, such as more GPUs than the slider has, stays text without a button
     if chosen is not None:
         values = escape(json.dumps(chosen))
         flags = f'<button type="button" class="remedy" data-choice="{values}">{flags}</button>'
@@ -143,6 +151,7 @@ def _quantities(found: Plan, memory: Band) -> Iterator[_Quantity]:
     peak = found.memory.peak.total
     low, high = memory.around(peak)
     yield "peak memory", size(peak), f"{size(low)} to {size(high)} {memory.words}"
+    # one row for each axis of the mesh, kind of unit and collective
     sent = sum(row.step_bytes for row in found.traffic)
     yield "sent by a rank a step", size(sent) if sent else "nothing", "counted, not estimated"
     if found.time is None:
@@ -152,12 +161,14 @@ def _quantities(found: Plan, memory: Band) -> Iterator[_Quantity]:
     if found.spec.offload:
         yield from _of_offloading(found.spec, found.time)
     for name, words in sentences(elsewhere(found.spec)):
+        # "96.4 GB in all, 48.2 GB a node: ...": number, unit, and what stands beside them
         number, _, rest = words.partition(" ")
         unit, _, beside = rest.partition(" ")
         yield name, f"{number} {unit}", beside
     name = "exposed communication"
     if found.spec.offload:
         name += " and copies"
+    # a difference of two times, which rounding may leave below zero
     exposed_s = max(0.0, found.time.exposed_s)
     share = exposed_s / found.time.step_s
     beside = f"{seconds(exposed_s)} of a step; {_exposed_words(found.spec)}"
@@ -174,6 +185,7 @@ def _speeds(found: Plan, time: StepTime) -> Iterator[_Quantity]:
     # a fast step is a short one
     shortest, longest = seconds(time.step_s / band.high), seconds(time.step_s / band.low)
     yield "step", seconds(time.step_s), f"{shortest} to {longest}, {by}"
+    # MFU is in proportion to tokens/s, so the same factors hold
     mfu = found.mfu or 0.0
     least, most = mfu * band.low, mfu * band.high
     yield "MFU", f"{mfu:.1%}", f"{least:.1%} to {most:.1%}, {by}"
@@ -202,6 +214,7 @@ def _categories(found: Plan) -> str:
     entries = ""
     for name, row in CATEGORY_ROWS.items():
         nbytes = by_category[name]
+        # 0 for what this plan does not have; bytes are floats here
         if nbytes < 1:
             continue
         sign = f'<i style="background:{row.colour}"></i>'
@@ -212,6 +225,7 @@ def _categories(found: Plan) -> str:
 
 def _copies(spec: PlanSpec) -> tuple[str, str]:
     """Return the plan as lines of (PyTorch, Accelerate)."""
+    # the lines to copy shard over the data-parallel axis alone
     if spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * spec.expert_parallel > 1:
         no_lines = "# no lines are known for the mesh's other axes"
         return no_lines, no_lines
@@ -221,6 +235,7 @@ def _copies(spec: PlanSpec) -> tuple[str, str]:
 
 def _first_rank(record: RunRecord) -> list[dict[str, object]]:
     rows = record.table("timeline")
+    # ranks of a simulated plan are alike, so one is drawn
     first = rows[0]["rank"]
     return [row for row in rows if row["rank"] == first]
 

@@ -40,6 +40,7 @@ class Control:
     @property
     def is_slider(self) -> bool:
         """Whether its values are numbers."""
+        # one value that is no number, such as "usual", makes it a list to choose from
         return all(value.isdigit() for value in self.values)
 
     @property
@@ -53,8 +54,10 @@ class Control:
 def controls() -> tuple[Control, ...]:
     """Return all controls, in the page's order."""
     gpu_names = tuple(map(short_name, GPUS))
+    # every size up to 8, as few sequences of a large model fit; then coarser
     micro_batches = (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
     return (
+        # shown at once: what is planned, on which machines, and what decides most of memory and time
         Control("model", "Model", tuple(_models()), _MODEL),
         Control("gpu", "GPU", gpu_names, _GPU),
         _of_a_field("gpus", "GPUs", tuple(map(str, _GPUS))),
@@ -64,6 +67,7 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("seq", "Sequence (tokens)", _powers(512, 131_072)),
         _of_a_field("checkpointing", "Recomputation", CHECKPOINTINGS),
         _of_a_field("loss", "Loss", LOSSES),
+        # on request: the mesh's other axes, the schedule, dtypes, the host and adapters
         _of_a_field("tensor_parallel", "Tensor parallel", _powers(1, 8), folded=True),
         _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
         _of_a_field("pipeline_parallel", "Stages of a pipeline", _powers(1, 16), folded=True),
@@ -108,10 +112,12 @@ def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
     """Return a choice as `plan_spec` takes it; what is not chosen has the control's default."""
     settings: dict[str, Any] = {}
     for control in controls():
+        # a choice may have only what differs from the defaults
         value = choice.get(control.name, control.default)
         is_number = value.isdigit() and control.name != "gpu"  # a GPU's name may be a number
         settings[control.name] = int(value) if is_number else value
     for name in ("network", "host_memory", "base_dtype"):
+        # `plan_spec` takes None for what the tables have
         if settings[name] == USUAL:
             settings[name] = None
     host_memory = settings["host_memory"]
@@ -151,7 +157,9 @@ def offered(choice: Mapping[str, str], changes: Changes) -> dict[str, str] | Non
         if name == "offload":
             words = "cpu"
         elif name == "gpus":
+            # a remedy of 20 GPUs: 24 are the next that are offered
             enough = [count for count in by_name[name].values if int(count) >= value]
+            # more than the slider has: "" is none of its values, so None is returned below
             words = enough[0] if enough else ""
         else:
             words = str(value)

@@ -36,12 +36,14 @@ Interval = tuple[float, float]
 def memory_drawing(found: Plan, band: Interval, width: int) -> str:
     """Draw the peak and what rests between steps by category, under the card's line, and the peak's band in bytes."""
     card, peak = found.spec.gpu.memory_bytes, found.memory.peak
+    # the axis holds the card, the peak and the band, with 4 % more for the last edge
     end = max(card, peak.total, band[1]) * 1.04
     scale = (width - 2) / end  # pixels of a byte
     row_height = _NAME + _ROW + _GAP
     at_peak = 22  # where the first row begins, with its name
     at_rest = at_peak + row_height
     bottom = at_rest + row_height
+    # a row begins with its name, 17 pixels high, and its bar is below it
     bars = (at_peak + _NAME, at_rest + _NAME)  # where they begin
     parts = [
         *_axis(end, scale, bottom, _BYTES),
@@ -69,8 +71,10 @@ def _memory_row(name: str, by_category: Mapping[str, float], top: float, scale: 
 def _card_line(card: float, bars: Iterable[float], scale: float, width: int) -> Iterator[str]:
     """Draw the card's line beside the bars only, which begin at `bars`, so that it does not cross their names."""
     at = card * scale
+    # an SVG path for each bar: move to the line's place 3 pixels above it, then down past it
     path = "".join(f"M{at:.1f} {top - 3}v{_ROW + 6}" for top in bars)
     yield f'<path class="card" d="{path}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>'
+    # the name is on the side where the drawing has more space
     anchor = "end" if at > width / 2 else "start"
     words = f"card {size(card)} ({card / _GIB:.4g} GiB)"
     yield _text(at, 12, words, anchor, ALARM)
@@ -80,6 +84,7 @@ def _named(by_category: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the categories that hold something, with their titles."""
     for name, row in CATEGORY_ROWS.items():
         nbytes = by_category[name]
+        # bytes of a plan are floats: less than one is none
         if nbytes >= 1:
             yield row.title, nbytes
 
@@ -90,11 +95,13 @@ def _stack(by_category: Mapping[str, float], top: float, scale: float) -> Iterat
     for name, row in CATEGORY_ROWS.items():
         nbytes = by_category[name]
         length = nbytes * scale
+        # a rectangle of no width would still have its edge drawn
         if length > 0:
             place = f'x="{start:.1f}" y="{top}" width="{length:.1f}" height="{_ROW}"'
             look = f'fill="{row.colour}" stroke="{_EDGE}" stroke-width="0.8"'
             words = escape(f"{row.title}: {size(nbytes)}")  # what a hover shows
             yield f"<rect {place} {look}><title>{words}</title></rect>"
+        # the next category begins where this one ends
         start += length
 
 
@@ -102,7 +109,9 @@ def _whisker(band: Interval, middle: float, scale: float) -> Iterator[str]:
     """Draw the band of the peak, as a line with two ends."""
     low, high = band[0] * scale, band[1] * scale
     end = f"{middle - 7}v14"  # upright, over the middle and below
+    # left end, then the line from low to high, then the right end
     path = f"M{low:.1f} {end}M{low:.1f} {middle}H{high:.1f}M{high:.1f} {end}"
+    # first wide in the page's colour, then narrow in the text's
     for colour, thick in ((_PAPER, 5), (_INK, 2)):  # readable over any colour
         yield f'<path d="{path}" stroke="{colour}" stroke-width="{thick}" fill="none"/>'
 
@@ -128,6 +137,7 @@ def step_drawing(timeline: Sequence[Mapping[str, Any]], width: int) -> str:
     """
     step_ns = max(row["end_ns"] for row in timeline)
     scale = (width - _NAMES - 2) / step_ns  # pixels of a nanosecond
+    # lanes are stacked from the top, 18 pixels each with 6 between them; a lane without marks takes no space
     marks: list[str] = []
     top = 4
     for lane, name in _LANES.items():
@@ -136,6 +146,7 @@ def step_drawing(timeline: Sequence[Mapping[str, Any]], width: int) -> str:
             continue
         ink = ALARM if lane == "exposed" else _INK
         marks.append(_text(0, top + 14, name, colour=ink))
+        # one path a colour, as thousands of elements would make a phone slow
         for colour, spans in by_colour.items():
             marks.append(_marks(colour, spans, top, scale))
         top += _LANE + _BETWEEN
@@ -155,6 +166,7 @@ def _by_colour(timeline: Sequence[Mapping[str, Any]], lane: str) -> dict[str, li
 
 
 def _colour(lane: str, phase: str) -> str:
+    # compute of the optimizer: "compute in optimizer" and "compute" have no colour, "optimizer" has one
     for name in (f"{lane} in {phase}", lane, phase):
         if name in LANE_COLOURS:
             return LANE_COLOURS[name]
@@ -190,6 +202,7 @@ def _marks(colour: str, spans: Iterable[Interval], top: float, scale: float) -> 
     stretches: list[_Stretch] = []
     for start_ns, end_ns in sorted(spans):
         start, end = start_ns * scale, end_ns * scale
+        # a large model's step has thousands of marks, of which many are narrower than a pixel
         if stretches and start - stretches[-1].end < _NEAR:
             stretches[-1].end = max(end, stretches[-1].end)
         else:
@@ -198,6 +211,7 @@ def _marks(colour: str, spans: Iterable[Interval], top: float, scale: float) -> 
     for stretch in stretches:
         left = _NAMES + stretch.start
         width = max(stretch.end - stretch.start, 0.4)  # less would not be seen
+        # a rectangle: right, down, back to the left, close
         path += f"M{left:.1f} {top}h{width:.1f}v{_LANE}H{left:.1f}z"
     return f'<path d="{path}" fill="{colour}"/>'
 
@@ -209,13 +223,16 @@ def _axis(
     end: float, scale: float, top: float, units: Sequence[tuple[str, float]], start: float = 0.0
 ) -> Iterator[str]:
     """Draw thin lines from the top at round values, and the values below."""
+    # 84 pixels in the axis's unit, rounded up: at 0.01 pixels a ns 8,400 ns, so a value every 10 µs
     step = _round_step(_TICK / scale)
+    # the largest unit of which the axis holds at least one
     unit, one = next((unit, one) for unit, one in units if end >= one)
     right = start + end * scale
     values = math.floor(end / step) + 1
     for place in range(values):
         at = start + place * step * scale
         words, anchor = "0", "start"
+        # the first value stands at the axis's beginning, where words in the middle would leave the drawing
         if place:
             words = f"{place * step / one:,.4g} {unit}"
             anchor = "middle"
@@ -227,6 +244,7 @@ def _axis(
 
 def _round_step(least: float) -> float:
     """Return the first of 1, 2 and 5 times powers of ten that is not below `least`."""
+    # 300: the power is 100, and of 100, 200 and 500 the last is the first that is not below
     power = 10.0 ** math.floor(math.log10(least))
     for times in (1, 2, 5):
         if times * power >= least:

@@ -13,6 +13,7 @@ from fsdplab.figures.style import ALARM, titled
 from fsdplab.profiling.memory.snapshot_memory import OTHER, DeviceMemory
 
 MB = 1e6
+# the allocator reserves segments from the driver and gives tensors blocks of these: in use <= reserved
 _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
 _MOST_POINTS = 2_000  # of a line
 _AT_THE_PEAK, _AT_THE_FAILURE = "at the peak", "when a request failed"
@@ -36,6 +37,7 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
         ends[_AT_THE_FAILURE] = f"<b>{size(memory.out_of_memory.asked)}</b> were asked for"
     parts = _parts(memory, len(ends))
     figure = stacked_bars(ends, parts, "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
+    # the alternative text names the categories in bytes, as the legend has no numbers
     categories = []
     for name, nbytes in memory.by_category.items():
         categories.append(f"{name} {size(nbytes)}")
@@ -56,8 +58,10 @@ def _parts(memory: DeviceMemory, bars: int) -> list[Part]:
     # the order of the legend: what is in use comes before what is not
     for place, name in enumerate({**memory.by_category, **at_failure, **at_peak}):
         lengths = [at_peak.get(name, 0), at_failure.get(name, 0)]
+        # such as what is free on the device where nobody recorded it
         if not any(lengths):
             continue
+        # one length a row: at the peak, and at the failure if there is a second row
         megabytes = [nbytes / MB for nbytes in lengths[:bars]]
         parts.append(Part(name, _colour(name, place), megabytes))
     return parts
@@ -73,6 +77,7 @@ def _at_failure(memory: DeviceMemory) -> dict[str, int]:
     if failed is None:
         return {}
     return {
+        # the first three are the device, but for what others hold there; what was asked for comes on top
         "in use": failed.in_use,
         _UNUSED: max(0, failed.reserved - failed.in_use),
         "free on the device": failed.device_free or 0,
@@ -92,6 +97,7 @@ def _finding(memory: DeviceMemory) -> str:
     if failed is None:
         return f"{device}: {in_use}"
     asked = size(failed.asked)
+    # enough is reserved and unused, but no piece is large enough: fragmentation
     if memory.free >= failed.asked > memory.largest_free:
         unused = size(memory.free)
         return f"{device}: {asked} asked for beside {unused} that are used by nothing, in pieces"
@@ -117,10 +123,11 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
             "the snapshot holds no events, so its memory has no past; call"
             " torch.cuda.memory._record_memory_history() before the job begins"
         )
+    # of many events, the highest and lowest of each window are kept, and so is the peak
     kept = downsample([moment.in_use for moment in memory.moments], _MOST_POINTS)
     moments = [memory.moments[place] for place in kept]
     start = moments[0].time_us
-    times = [(moment.time_us - start) / 1e3 for moment in moments]
+    times = [(moment.time_us - start) / 1e3 for moment in moments]  # ms
     in_use = [moment.in_use / MB for moment in moments]
     reserved = [moment.reserved / MB for moment in moments]
     highest = max(range(len(in_use)), key=in_use.__getitem__)
@@ -131,6 +138,7 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     figure = go.Figure([reserved_line, in_use_line, dot])
     figure.update_xaxes(title_text="time since the first event (ms)")
     figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
+    # drawn at the last event, where a job that runs out of memory mostly ends
     if memory.out_of_memory is not None:
         figure.add_vline(times[-1], line=dict(color=ALARM, width=2, dash="dot"))
     title = f"Device {memory.device}: {size(memory.peak)} in use at the peak"

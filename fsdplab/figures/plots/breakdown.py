@@ -26,7 +26,9 @@ from fsdplab.profiling.step_summary import ExposedCell, StepSummary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
 Splits = dict[str, StepSummary]  # of each run, by label
+# the name of a part in the legend -> its field of a StepSummary or an ExposedCell: "copying" -> "copying_ns"
 PART_COLUMN = dict(zip(EXPOSED_COLOURS, PARTS_OF_EXPOSED))
+# "compute only" -> "compute_only_ns"
 COLUMN = {name: f"{name.replace(' ', '_')}_ns" for name in STEP_COLOURS}
 # fields of a spec in which two runs must agree, so that they compute the same
 _SAME_WORK = (
@@ -52,6 +54,7 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     inflation = _inflation(shown, splits)
     ends = {}
     for name, split in splits.items():
+        # the number at a bar's end is the whole step, as the numbers inside are its parts
         ends[name] = _total(split, inflation.get(name))
     figure = _stacked(ends, splits, COLUMN, STEP_COLOURS, "time of one step (ms)")
     mean = "mean of the profiled steps"
@@ -71,6 +74,7 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     splits: Splits = {}
     ends = {}
     for name, split in every_split.items():
+        # records of earlier versions have the exposed time without its parts
         if split.on_link_ns is not None:
             splits[name] = split
             ends[name] = f"<b>{duration(split.exposed_ns)}</b> exposed"
@@ -82,6 +86,7 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
         )
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
     how = "mean of the profiled steps of the rank exposed longest"
+    # the subtitle's provenance is of the runs that are drawn: others were left out above
     drawn = [shown[name] for name in splits]
     where = profile.conditions(drawn, how, _missing(runs, splits))
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
@@ -130,6 +135,7 @@ def _stacked(
 ) -> go.Figure:
     """Draw a bar a run of the parts in `columns`, each with its duration where it fits."""
     parts = []
+    # one part a column, with a length in ms for each run: a row of the figure is a run
     for name, column in columns.items():
         lengths = [getattr(split, column) / MS for split in splits.values()]
         parts.append(Part(name, colours[name], lengths))
@@ -141,13 +147,16 @@ def _inflation(shown: Mapping[str, RunRecord], splits: Splits) -> dict[str, floa
 
     `{"full_shard": 1.25}`: its compute took a quarter longer than on a rank that sends nothing.
     """
+    # 1. what each run computes, as a key: runs of one key differ in sharding, link and ranks alone
     work = {}
     for name, record in shown.items():
         work[name] = tuple(record.spec.get(field) for field in _SAME_WORK)
+    # 2. the first run of each key that sends nothing, such as one on a single rank
     alone: dict[tuple[Any, ...], StepSummary] = {}
     for name, split in splits.items():
         if not split.communication_ns:
             alone.setdefault(work[name], split)
+    # 3. the ratio; `compute_ns` includes the overlapped part, in which communication takes cores or bandwidth from it
     inflation = {}
     for name, split in splits.items():
         quiet = alone.get(work[name])
@@ -178,6 +187,7 @@ def _on_the_link(shown: Mapping[str, RunRecord], splits: Splits) -> str:
     title = f"{most}: {exposed} a step are exposed, {on_link} of it on the link"
     record = shown[most]
     traces = record.summary.traces
+    # from some ranks' traces alone, a wait for an absent rank cannot be told from time on the link
     if traces and traces.ranks < record.spec["world_size"]:
         title += " or waiting for ranks whose traces were not given"
     return title
@@ -185,6 +195,7 @@ def _on_the_link(shown: Mapping[str, RunRecord], splits: Splits) -> str:
 
 def _finding(splits: Splits) -> str:
     """Return the title: which run is exposed longest, and which least."""
+    # runs that send nothing, as on one rank, would always be exposed least
     exposed = {}
     for name, split in splits.items():
         if split.communication_ns:
@@ -194,6 +205,7 @@ def _finding(splits: Splits) -> str:
     least = min(exposed, key=lambda name: exposed[name])
     most = max(exposed, key=lambda name: exposed[name])
     longest = duration(exposed[most])
+    # one run alone, or several that are exposed alike: there is no difference to state
     if least == most:
         share = percent(exposed[most], splits[most].step_ns)
         return f"{most}: {longest} of communication is exposed, {share} of its step"
@@ -236,10 +248,12 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     cells: Cells = {}
     exposed = {}
     for cell in every_cell:
+        # a collective without a unit is the root's, or has a row of its own where the root has a name
         key = (cell.unit or nameless, cell.phase, cell.kind)
         cells[key] = cell
         exposed[key] = cell.exposed_ns
     units, few = profile.foremost_units(record, exposed)
+    # pixels: 10 units get 38 each, 90 get 14, so that the map is about a page high at most
     row_height = max(14, min(38, 1300 // len(units)))  # pixels
     between = "<br>" if row_height > _TWO_LINES else " · "
     figure = _map_of_cells(cells, units, between)
@@ -255,10 +269,12 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
 
 def _map_of_cells(cells: Cells, units: list[str], between: str) -> go.Figure:
     """Draw the cells with their numbers and causes; `between` stands between the two."""
+    # the columns that occur, in the order of the step: "forward all_gather", "backward all_gather", ...
     columns = sorted({(phase, kind) for _, phase, kind in cells}, key=_place_of_column)
     # each is a list of rows, a row a unit
     values: list[list[float | None]] = [[None] * len(columns) for _ in units]
     texts = [[""] * len(columns) for _ in units]
+    # what the template's %{customdata} is: one text a cell, None where the cell is empty
     hovers: list[list[str | None]] = [[None] * len(columns) for _ in units]
     for row, unit in enumerate(units):
         for place, (phase, kind) in enumerate(columns):
@@ -282,6 +298,7 @@ def _words(cell: ExposedCell, between: str) -> str:
     if not cell.exposed_ns:
         return "hidden"
     words = f"{three_digits(cell.exposed_ns / MS)} ms"
+    # "hidden" and "unknown" explain no exposed time, so the number stands alone
     if cell.shown_cause not in ("hidden", "unknown"):
         cause = cell.shown_cause.replace("_", " ")
         words += f"{between}{cause}"
@@ -359,6 +376,7 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     changes = _changes(amounts(a), amounts(b))
     units, few = profile.foremost_units(a, changes["exposed_ns"])
     figure = go.Figure()
+    # panels stand side by side and share the rows: x axis, x2, x3, from the left
     for place, (name, change) in enumerate(changes.items()):
         figure.add_traces(_bars(change, units, place, name))
     for place, (name, change) in enumerate(changes.items()):
@@ -377,9 +395,11 @@ def _changes(before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> dic
     changes: dict[str, Amounts] = {}
     for name in PANELS:
         earlier, later = before[name], after[name]
+        # a run without `life` has no unsharded memory to compare; its panel is left out
         if not earlier or not later:
             continue
         change = {}
+        # the keys of both: a unit that only one of the runs has counts as 0 in the other
         for key in {**earlier, **later}:
             change[key] = later.get(key, 0.0) - earlier.get(key, 0.0)
         changes[name] = change
@@ -389,6 +409,7 @@ def _changes(before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> dic
 def _words_of_difference(a: RunRecord, b: RunRecord, changes: Mapping[str, Amounts], few: str) -> tuple[str, str, str]:
     """Return (title, subtitle, alternative text); of two runs of one name their difference is enough."""
     before, after = views([a, b])
+    # two runs of full_shard: "full_shard: prefetch 2 is exposed ... less than prefetch 0"
     if before.note and after.note:
         first, second = before.note, after.note
         title, alt = _change(first, second, changes)
@@ -408,6 +429,7 @@ def amounts(record: RunRecord) -> Mapping[str, Amounts]:
     communication: dict[UnitPhase, float] = defaultdict(float)
     exposed: dict[UnitPhase, float] = defaultdict(float)
     _, _, cells = profile.worst_cells(record)
+    # collectives of several kinds (all_gather, reduce_scatter) of one unit and phase add up
     for cell in cells:
         key = (cell.unit or nameless, cell.phase)
         communication[key] += cell.communication_ns / MS
@@ -426,11 +448,13 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     all-gathers, and the steps' length.
     """
     nbytes = {}  # of each unit
+    # an all-gather's payload is the whole unit: what its unsharded parameters take
     for row in where(profile.named_rows(record, "ledger"), kind="all_gather"):
         nbytes[row["unit"]] = row["logical_bytes"]
     lengths = {}  # of each step, in ns
     for row in where(record.table("breakdown"), rank=0):
         lengths[row["step"]] = row["step_ns"]
+    # rank 0 stands for all ranks, which unshard the units in the same order
     life = profile.profiled(profile.named_rows(record, "life"), record)
     of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
     steps = len(distinct(of_first_rank, "step"))
@@ -438,6 +462,7 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     by_unit = grouped(of_first_rank, lambda row: (row["step"], row["unit"]))
     for (step, unit), of_unit in by_unit.items():
         for phase, kept_ns in _stays(of_unit):
+            # one stay of 25 ms in one of two steps of 100 ms: 25 / 100 / 2, an eighth of all steps
             share = kept_ns / lengths[step] / steps  # of all steps
             held[unit, phase] += share * nbytes.get(unit, 0)
     return dict(held)
@@ -448,6 +473,7 @@ def _stays(of_unit: list[Row]) -> list[tuple[str, int]]:
     stays = []
     since: Row | None = None  # the row in which its all-gather started
     for row in sorted(of_unit, key=lambda row: row["time_ns"]):
+        # both unsharding and unsharded: memory is taken from the start of the all-gather
         if row["state"] != "sharded":
             since = since or row
             continue
@@ -460,6 +486,7 @@ def _stays(of_unit: list[Row]) -> list[tuple[str, int]]:
 def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.Bar]:
     """Draw a panel's bars, one trace a phase; numbers stand at their ends where there are few."""
     quantity = "MB" if name == "unsharded" else "ms"
+    # a phase without any change has neither bars nor an entry in the legend
     in_panel = {phase for _, phase in changes}
     bars = []
     for phase, colour in PHASE_COLOURS.items():
@@ -473,8 +500,10 @@ def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.
         bar = go.Bar(
             name=phase,
             legendgroup=phase,
+            # the panels' bars of a phase share one entry, which switches them together
             showlegend=place == 0,
             orientation="h",
+            # plotly's name of the first axis is "x", of the second "x2"
             xaxis=f"x{place + 1}" if place else "x",
             yaxis="y",
             y=units,
@@ -500,6 +529,7 @@ def _signed(value: float) -> str:
 
 def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, Any]:
     """Return a panel's axis: its third or half of the width, with space for the numbers at the bars' ends."""
+    # the second zero: without any change, `min(0)` would be an error
     low = min(0, *changes.values(), 0)
     high = max(0, *changes.values(), 0)
     margin = 0.22 * (high - low) or 1  # where nothing changed, the axis still has a length
@@ -532,6 +562,7 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
     total = sum(exposed.values())
     if total > 0:
         more = "more"
+        # the unit that rose most, as the sum rose; below, the one that fell most
         along = max(exposed, key=lambda key: exposed[key])
     else:
         more = "less"
@@ -544,6 +575,7 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
         title = f"{second} is exposed {length} a step {more} than {first}, most in {most}"
     else:
         title = f"{second} and {first} are exposed alike"
+        # +3 ms in one unit and -3 ms in another: alike in all, and still worth a look
         if abs(exposed[along]) >= 0.005:
             title += f" in all, not in every unit: {most}"
     sums = []

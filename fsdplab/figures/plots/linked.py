@@ -66,6 +66,7 @@ def linked_at(record: RunRecord, at_ns: float) -> go.Figure:
     ValueError outside of the step. `linked_at(record, 3_000_000)` is 3 ms into the step.
     """
     step = _step_of(record)
+    # a fourth panel below the others, with axes of its own; rows of 46 pixels instead of the map's 56
     heights = [*_heights(step), map_height(step.life, 46)]
     figure, merged = _panels(step, heights, MARKS)
     title, alt = finding(record, step.life, at_ns)
@@ -77,6 +78,7 @@ def peak_instant(record: RunRecord) -> int:
     """Return when the worst rank's memory peaks, in ns since the step began: where a cursor starts."""
     life = unit_states(record)
     top = max(memory_of_step(record, life), key=total)
+    # clipped to the step: an event of memory may lie just before or after it
     return min(max(0, top["time_ns"]), life.length)
 
 
@@ -113,11 +115,13 @@ def _step_of(record: RunRecord) -> _Step:
 
 def _heights(step: _Step) -> list[int]:
     """Return the pixels of each panel, from the top down."""
+    # 22 pixels a lane: compute, two collectives and exposed time of two ranks are 8.1 lanes, 178 pixels
     timeline = round(22 * step.lanes.bottom)
     memory = 160
     lives = len(step.life.keys)
     units = 300
     if lives <= _NAMED:
+        # up to 40 lanes have names and 12 pixels each; more of them share 300 pixels without names of units
         units = max(70, _LANE * lives)
     return [timeline, memory, units]
 
@@ -130,12 +134,14 @@ def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str
     memory = _memory_bands(step)
     units = _life_bars(step.life, step.end, limit)
     figure = go.Figure([*timeline, *memory, *units])
+    # the axis of all three panels, written below the lowest; half a percent longer, so that the last mark has its edge
     clock = dict(range=[0, 1.005 * step.end], anchor="y3", title_text="time since the step began (ms)")
     # a hover draws it through all panels
     cursor = dict(
         showspikes=True, spikemode="across", spikesnap="cursor", spikethickness=2, spikedash="solid", spikecolor=_CURSOR
     )
     peak_bytes = total(step.top)
+    # a quarter above the peak is for its number
     memory_axis = dict(title_text="live memory (MB)", range=[0, 1.25 * peak_bytes / MB], nticks=5)
     bottom, _ = of_units
     figure.update_layout(
@@ -143,7 +149,7 @@ def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str
         yaxis=step.lanes.axis(heights[0]) | dict(domain=of_timeline),
         yaxis2=dict(domain=of_memory) | memory_axis,
         yaxis3=_life_axis(step.life) | dict(domain=of_units),
-        spikedistance=-1,
+        spikedistance=-1,  # the cursor is drawn wherever the mouse is, also far from any mark
         barmode="overlay",
         hovermode="closest",
         **phase_lines(phases(step.rows), step.end, bottom),
@@ -163,6 +169,7 @@ def _memory_bands(step: _Step) -> list[go.Scatter]:
 
 def _finished(figure: go.Figure, step: _Step, title: str, alt: str, merged: str, heights: list[int]) -> go.Figure:
     where = conditions(step.record, f"step {step.life.step}", merged)
+    # 70 pixels below the panels are for the clock's numbers and title
     height = sum(heights) + _GAP * (len(heights) - 1)
     titled(figure, title, where, alt, height + 70)
     return figure.update_layout(margin_b=70)
@@ -170,6 +177,7 @@ def _finished(figure: go.Figure, step: _Step, title: str, alt: str, merged: str,
 
 def _domains(heights: list[int]) -> list[tuple[float, float]]:
     """Return (bottom, top) of each panel on the paper, from the top down: heights in pixels to shares."""
+    # two panels of 100 pixels with a gap of 34: (0.573, 1.0) and (0.0, 0.427) of 234 pixels
     whole = sum(heights) + _GAP * (len(heights) - 1)
     domains, top = [], 0
     for height in heights:
@@ -186,6 +194,7 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
         raise ValueError(
             f"{label(record)} has no memory of step {life.step}; run it again with memory=True and --profile 2"
         )
+    # one rank at one instant has the highest peak, and its memory is drawn
     worst = max(rows, key=total)["rank"]
     # the memory's clock may begin before or after that of `life`
     shift = record.summary.memory_start_ns.get(worst, life.begin) - life.begin
@@ -201,6 +210,7 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
     """Draw a narrow lane for each rank and unit: pale while the unit is on its way, blue while it is whole."""
     marks = []
+    # `keys` has all units of rank 0, then those of rank 1: neighbours that share a lane are mostly of one rank
     shared = _sharing(life)
     for place, (rank, unit) in enumerate(life.keys):
         middle = place // shared + 0.5  # of its lane
@@ -208,6 +218,7 @@ def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
         ends = [since for since, _ in states[1:]]  # a state lasts until the next
         ends.append(life.length)
         for (since, state), until in zip(states, ends):
+            # an empty lane stands for a sharded unit; a state that ended before the step began has no length
             if state == "sharded" or until <= since:
                 continue
             words = f" · {hover_text(rank, unit, state)}"
@@ -228,6 +239,7 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
     texts = {}
     for place, (rank, unit) in enumerate(life.keys):
         words = []
+        # a rank's name stands at the first of its units
         if unit == life.units[0]:
             words.append(f"<b>rank {rank}</b>")
         if count <= _NAMED:
@@ -235,6 +247,7 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
         if words:
             middle = place // shared + 0.5  # of its lane
             texts[middle] = "  ".join(words).strip()  # a unit may have an empty short name
+    # from high to low, so that the first lane is on top
     lanes = (count - 1) // shared + 1
     axis = named_axis(texts, lanes + 0.1, -0.1)
     return axis | dict(tickfont=dict(size=_LANE - 1))
@@ -245,10 +258,12 @@ def _life_axis(life: UnitStates) -> dict[str, Any]:
 
 def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tuple[float, float]]) -> None:
     """Add the map of slices at an instant, and the cursor through the panels that share the clock, with its time."""
+    # x2 and y4 are the map's: y, y2 and y3 are taken by the panels, which share the axis x
     across, down = axes(life)
     for trace in cells(life, at_ns, xaxis="x2", yaxis="y4"):
         figure.add_trace(trace.update(showlegend=False))
     figure.update_layout(
+        # the map begins where the clock's title would stand, so the unit of time goes to the numbers
         xaxis=dict(title=None, ticksuffix=" ms"),
         xaxis2=across | dict(domain=[0, 1], anchor="y4"),
         yaxis4=down | dict(domain=domains[3], anchor="x2"),
@@ -290,6 +305,7 @@ def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
     at_ns = min(max(top["time_ns"], 0), life.length)
     state = life.at(at_ns)
     rank = top["rank"]
+    # a unit that is unsharding counts: its memory is taken when its all-gather starts
     whole = [unit for unit in life.units if state.get((rank, unit)) != "sharded"]
     peaks = f"rank {rank} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
     title = f"{label(record)}: {peaks}, when {len(whole)} of {len(life.units)} units are unsharded"
@@ -339,6 +355,7 @@ class UnitStates:
     @property
     def shown(self) -> list[int]:
         """The ranks that fit on a map: all, or the first of them where units times ranks are very many."""
+        # 50 units: 30 ranks fit; 2,000 units: none would, so the first rank is drawn
         fitting = _MOST_CELLS // len(self.units)
         return self.ranks[: max(1, fitting)]
 
@@ -351,6 +368,7 @@ class UnitStates:
             )
         state_then = {}
         for key, changes in self.states.items():
+            # never empty, as every list of states begins at 0
             so_far = [state for since, state in changes if since <= at_ns]
             state_then[key] = so_far[-1]
         return state_then
@@ -364,12 +382,15 @@ def unit_states(record: RunRecord) -> UnitStates:
     every_row = rows_of(record, "life")
     measured = distinct(record.table("memory"), "step")
     with_states = distinct(every_row, "step")
+    # the panels need one step that has both tables; without memory, the first step with states
     step = min(with_states & measured or with_states)
     rows = where(every_row, step=step)
     timeline = where(record.table("timeline"), step=step)
+    # ns on the clock of the trace; the states' rows have the same clock
     begins = [row["start_ns"] for row in where(timeline, lane="step")]
     if not begins and step in measured:
         begins = list(record.summary.memory_start_ns.values())
+    # without a timeline the last change of a state is the step's end, as far as it is known
     instants = distinct(rows, "time_ns")
     begin = min(begins or instants)
     end = max(instants | distinct(timeline, "end_ns"))
@@ -392,6 +413,7 @@ def _states(rows: list[Row], ranks: list[int], units: list[str], begin: int) -> 
             first = "unsharded"
         states[key] = [(0, first)]
         for row in of_unit:
+            # a row from just before the step's own start counts as its first instant
             since = max(0, row["time_ns"] - begin)
             states[key].append((since, row["state"]))
     return states
@@ -415,6 +437,7 @@ def _lines_of_unit() -> dict[str, int]:
     assert found is not None and found.origin is not None, "the engine is a part of this package"
     source = Path(found.origin).read_text(encoding="utf-8")
     tree = ast.parse(source)
+    # exactly one class of this name: otherwise unpacking raises
     (unit,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Unit"]
     return {node.name: node.lineno for node in unit.body if isinstance(node, ast.FunctionDef)}
 
@@ -436,6 +459,7 @@ def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
 
 def cells_figure(life: UnitStates, at_ns: float) -> go.Figure:
     """Draw the cells at an instant with their axes, without a title; the first trace has one for each rank and unit."""
+    # bars overlap on purpose: a rank's own shard lies over its unit's cell
     across, down = axes(life)
     figure = go.Figure(cells(life, at_ns)).update_layout(barmode="overlay", bargap=0)
     return figure.update_xaxes(across).update_yaxes(down)
@@ -449,17 +473,20 @@ def map_height(life: UnitStates, row: int = 56) -> int:
 def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
     """Draw every unit's cell on every rank, filled by its state, with the rank's own shard over it."""
     states = life.at(at_ns)
+    # each rank's own part of a cell's width; on 4 ranks, rank 1 has the second quarter
     share = _WIDTH / len(life.ranks)
     wholes, shards, fillings = [], [], []  # one of each a cell
     for row, rank in enumerate(life.shown):
         for column, unit in enumerate(life.units):
             state = states[rank, unit]
             hover = hover_text(rank, unit, state)
+            # a column's middle is its number: unit 3 fills 2.55 to 3.45
             left = column - _WIDTH / 2
             wholes.append(Span(row, left, _WIDTH, hover=hover))
             shards.append(Span(row, left + share * row, share, hover=hover))
             fillings.append(STATE_COLOURS[state])
     look: dict[str, Any] = dict(height=_HEIGHT, marker_line_color=_GREY, **place)
+    # one trace has the cells of all states, each with a colour of its own, which a page exchanges as time goes on
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
     whole.update(marker_color=fillings)
     outside = Span(-9, 0, 0)  # a bar outside of the plot gives each filling its place in the legend
@@ -470,6 +497,7 @@ def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
 
 def axes(life: UnitStates) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the axes of the cells' columns, and of their rows with the first rank on top."""
+    # of 50 units every third is named, so that at most 20 names stand under the cells
     every = -(-len(life.units) // _ROOM_FOR_NAMES)
     units = {}
     for column in range(0, len(life.units), every):
@@ -487,6 +515,7 @@ def finding(record: RunRecord, life: UnitStates, at_ns: float) -> tuple[str, str
     whole, coming = [], []
     for unit in life.units:
         state = states[rank, unit]
+        # a unit on its way is named apart: nothing can be computed with it yet
         if state == "unsharded":
             whole.append(unit)
         elif state == "unsharding":

@@ -34,6 +34,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     shown = [run for run in every_run if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
+    # several cards where runs had different ones: each gets a line
     near_cards, far_cards = _cards(shown)
     emulated = any(run.card_emulated for run in shown)
     levels = {card_words(card, emulated): card / MB for card in near_cards}
@@ -47,6 +48,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     parts = _parts(splits, shown)
     figure = stacked_bars(ends, parts, _AXIS, levels=levels, alarming=over)
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
+    # continues "; the card is emulated", since the card's line is not on the axis
     if far_cards and _emulated(shown):
         where += f" and holds {size(far_cards[0])}, beyond this axis"
     left_out = missing(every_run, shown, "has no measured peak")
@@ -71,6 +73,7 @@ def _cards(shown: Sequence[RunView]) -> tuple[list[int], list[int]]:
 
 def _split(run: RunView) -> dict[str, int]:
     """Return the peak by category, and what of it has none."""
+    # other engines do not tell what all of their memory is for: grey at the bar's end
     without_category = known(run.peak) - sum(run.split.values())
     return {**run.split, UNSPLIT: max(0, without_category)}
 
@@ -92,6 +95,7 @@ def _parts(splits: Sequence[Mapping[str, int]], shown: Sequence[RunView] = ()) -
     titles = category_titles(run.spec for run in shown)
     parts = []
     for category in (*CATEGORIES, UNSPLIT):
+        # a category that no run holds has no entry in the legend
         if any(split.get(category) for split in splits):
             megabytes = [split.get(category, 0) / MB for split in splits]
             colour = CATEGORY_COLOURS.get(category, _UNSPLIT_COLOUR)
@@ -138,6 +142,7 @@ def _finding(shown: list[RunView]) -> str:
     sharded = most_sharded(shown)
     if sharded is not None and sharded is not high:
         low = sharded
+    # with runs over the card, the title has one peak only: that of the run that is worth choosing
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
@@ -164,6 +169,7 @@ def predicted_memory(runs: Runs) -> go.Figure:
         )
     ends, splits, peaks = {}, [], []
     for run in shown:  # a run's two bars stand together
+        # above 1: more was predicted than measured
         ratio = known(run.predicted_peak) / known(run.peak)
         measured, predicted = size(run.peak), size(run.predicted_peak)
         ends[run.label] = f"<b>{measured}</b>"
@@ -172,6 +178,7 @@ def predicted_memory(runs: Runs) -> go.Figure:
         splits.append(run.predicted_split)
         peaks.append(f"{run.label} {measured}, predicted {predicted}")
     figure = stacked_bars(ends, _parts(splits), _AXIS)
+    # rows alternate: measured, predicted, measured, predicted, ...
     figure.update_traces(marker_opacity=[1.0, PALE] * len(shown))
     figure.update_layout(bargap=0.18)
     where = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
@@ -208,6 +215,7 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
         mark_level(figure, run.card / MB, name, "y", bgcolor=_BEHIND_NAME, font=font)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
+    # a card above the peak must be on the axis, with its line
     highest = max(peak_bytes, run.card or 0)
     figure.update_yaxes(range=[0, 1.18 * highest / MB])  # with space for the words over it
     title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {peak_ms:.0f} ms"
@@ -241,10 +249,13 @@ def bands(
     stack = []
     for category in CATEGORIES:
         megabytes = [float(row[category]) / MB for row in rows]
+        # an empty band would only lengthen the legend
         if not any(megabytes):
             continue
         name, colour = names[category], CATEGORY_COLOURS[category]
+        # "hv": the level of a row holds until the next row, as memory changes in steps at allocations
         edge = line(name, colour, times, megabytes, 0.6, line_shape="hv", **more)
         hover = f"{name}: %{{y:.1f}} MB<extra></extra>"
+        # one stackgroup: plotly adds each band to those below it
         stack.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))
     return stack

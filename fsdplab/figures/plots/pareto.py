@@ -59,8 +59,10 @@ def pareto(runs: Runs) -> go.Figure:
         raise ValueError(
             "no run has both a peak and a timed step to draw; run with memory=True, and with steps=1 or more"
         )
+    # a run over the card is drawn, but it is no choice, and so not on the front, unless none fits
     best = front(those_that_fit(drawn))
     ranges = _ranges(drawn)
+    # the front is the first trace: bubbles lie over it, and `_lines` reads it from `figure.data[0]`
     figure = go.Figure(_front_line(best, ranges))
     figure.add_traces([_bubble(run, drawn) for run in drawn])
     figure.update_layout(showlegend=False)
@@ -91,6 +93,7 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
     for run in sorted(runs, key=_spot):
         # they come by growing memory, so each must be faster than all before it
         _, step = _spot(run)
+        # of equal peaks the faster comes first, so an equal peak that is slower is left out, too
         if step < shortest:
             best.append(run)
             shortest = step
@@ -100,8 +103,10 @@ def front(runs: Sequence[RunView]) -> list[RunView]:
 def diameter(run: RunView, drawn: Sequence[RunView]) -> float:
     """Return a bubble's diameter in pixels: its area is the exposed time, so a quarter of the longest has half."""
     longest = _longest_exposed(drawn)
+    # nothing was exposed, or it was not measured: all bubbles have 20 pixels
     if not longest:
         return _SMALLEST + 8
+    # the floor of 12 pixels keeps a run that hides everything visible: there areas stop being in proportion
     share = (run.exposed_s or 0) / longest
     return max(_SMALLEST, _LARGEST * math.sqrt(share))
 
@@ -111,6 +116,7 @@ def _longest_exposed(drawn: Sequence[RunView]) -> float:
 
 
 def _ranges(drawn: Sequence[RunView]) -> Ranges:
+    # axes begin at zero, since distances from it are what is compared
     peaks, steps = zip(*map(_spot, drawn))
     return [0, _MARGIN * max(peaks)], [0, _MARGIN * max(steps)]
 
@@ -119,6 +125,7 @@ def _front_line(best: Sequence[RunView], ranges: Ranges) -> go.Scatter:
     """Draw the stairs from the upper edge along the front to the right edge; left of them and below there is no run."""
     xs, ys = zip(*map(_spot, best))
     right, top = ranges[0][1], ranges[1][1]
+    # front (10 MB, 3 s), (20 MB, 2 s): down at 10 MB to 3 s, right to 20 MB, down to 2 s, right to the edge
     stairs_x = [xs[0], *xs, right]
     stairs_y = [top, *ys, ys[-1]]
     return line("Pareto front", _GREY, stairs_x, stairs_y, 2, "dot", line_shape="hv", hoverinfo="skip")
@@ -136,6 +143,7 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
         edge = dict(color=colour, width=3)
     marker = dict(color=fill, opacity=0.85, symbol="circle", line=edge)
     hover = f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>"
+    # in ms, as the axis is
     quartiles = whiskers([run], 1e-3)
     return points(
         run.label, colour, [x], [y], diameter(run, drawn), marker=marker, error_y=quartiles, hovertemplate=hover
@@ -147,6 +155,7 @@ def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges) -> 
     cards = {run.card for run in shown if run.card}
     emulated = any(run.card_emulated for run in shown)
     for card in sorted(cards):
+        # a larger card would stretch the axis until all bubbles stand at its left
         if card / MB < ranges[0][1]:
             mark_level(figure, card / MB, card_words(card, emulated))
 
@@ -172,7 +181,7 @@ def _add_labels(figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunV
             arrowhead=0,
             arrowwidth=1,
             arrowcolor=_GREY,
-            standoff=diameter(run, drawn) / 2,
+            standoff=diameter(run, drawn) / 2,  # the line ends at the bubble's edge, not in its middle
         )
 
 
@@ -195,6 +204,7 @@ def _lines(figure: go.Figure, ranges: Ranges) -> list[Box]:
     for start, end in zip(corners, corners[1:]):
         boxes.append(_box_of(start, end, ranges))
     _, top = ranges[1]
+    # so far the only shapes are the lines of cards
     for card in figure.layout.shapes:
         boxes.append(_box_of((card.x0, 0), (card.x0, top), ranges))
     return boxes
@@ -211,11 +221,14 @@ def _box_of(start: Point, end: Point, ranges: Ranges) -> Box:
 
 def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = ()) -> list[Point]:
     """Return pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble, line."""
+    # 1. every bubble takes its square first, so that no label covers a bubble placed later
     middles = [_pixels(_spot(run), ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
     taken = [_around(middle, radius, radius) for middle, radius in zip(middles, radii)]
     shifts = []
+    # 2. one label after the other takes the cheapest place that is left; its own box is taken for those that follow
     for run, middle, radius in zip(drawn, middles, radii):
+        # letters of 14 pixels, as in `_add_labels`
         half = words_width(_words(run), 14) / 2
         places = _places(middle, radius, half, taken, lines)
         to_the_right = (radius + half + 12, 0.0)
@@ -232,8 +245,10 @@ def _places(middle: Point, radius: float, half: float, taken: Sequence[Box], lin
     The near ones come first. A place that covers a bubble or another label costs more than any that does not.
     """
     x, y = middle
+    # 12 pixels between the bubble's edge and the label
     beside = radius + half + 12
     places = []
+    # each round is a line of text (20 pixels) farther up and down than the one before
     for distance in range(12):
         lift = distance * _LINE
         above = radius + 14 + distance * _LINE
@@ -244,6 +259,7 @@ def _places(middle: Point, radius: float, half: float, taken: Sequence[Box], lin
             box = _around((x + across, y + up), half, _LINE / 2)
             if not _is_on_plot(box):
                 continue
+            # a covered box costs more than the farthest place (11), a crossed line as much as three rounds
             cost = distance + 100 * _covered(box, taken) + 3 * _covered(box, lines)
             places.append(_Place(cost, (across, up), box))
     return places
@@ -262,6 +278,7 @@ def _covered(box: Box, taken: Sequence[Box]) -> int:
     """Count the boxes that a box overlaps."""
     count = 0
     for other in taken:
+        # boxes that only touch do not overlap
         beside = box.right <= other.left or other.right <= box.left
         over = box.above <= other.below or other.above <= box.below
         count += not (beside or over)
@@ -297,6 +314,7 @@ def _finding(drawn: list[RunView], small: RunView) -> str:
         return f"{small.label}: {size(small.peak)} and {seconds(small.step_median)} a step"
     least = f"{small.label} needs least memory, {size(small.peak)}"
     fastest = fastest_words(those_that_fit(drawn))
+    # "zero2 needs least memory, 232 MB, and is fastest, 342 ms a step", instead of the name twice
     if fastest.startswith(f"{small.label} is"):
         is_fastest = fastest.removeprefix(small.label).strip()
         return f"{least}, and {is_fastest}"

@@ -31,6 +31,7 @@ def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> g
     labels = [_label(value) for value in values]
     figure = go.Figure()
     for category, row in CATEGORY_ROWS.items():
+        # each bar is split at its own peak, so a category may shrink where another instant becomes the highest
         peaks = [plan.memory.peak.by_category[category] / GB for plan in plans]
         marker = dict(color=CATEGORY_COLOURS[category])
         figure.add_trace(go.Bar(name=row.title, x=labels, y=peaks, marker=marker))
@@ -38,6 +39,7 @@ def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> g
     figure.update_xaxes(title_text=name.replace("_", " "), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
     card = plans[0].spec.gpu.memory_bytes
+    # a sweep over GPUs has a card for each bar, and no one line for all
     has_one_card = all(plan.spec.gpu.memory_bytes == card for plan in plans)
     if has_one_card:
         mark_level(figure, card / GB, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
@@ -62,6 +64,7 @@ def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tup
             fitting.append(label)
         speed = three_digits(plan.tokens_per_s_per_gpu or 0)
         speeds.append(f"{label}: {speed}")
+    # "llama-3.1-8b fits with micro batch 1, 2", or "On 8 H100 SXM 80GB it fits with model ..."
     what = spec.model.name
     if name == "model":  # where models are compared, no single one has a place in the title
         what = f"On {spec.gpus} {spec.gpu.name} it"
@@ -111,6 +114,7 @@ def overlap_roofline(
     runs, each a point of its own and, where its link was emulated, the line that the link's formula gives.
     ValueError for no or more than six plans, and for a run without a profile.
     """
+    # a single plan has no name: its lines are called by their phases alone
     plans = {"": specs} if isinstance(specs, PlanSpec) else dict(specs)
     if not 1 <= len(plans) <= len(PLAN_COLOURS):
         raise ValueError(
@@ -140,6 +144,7 @@ def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> 
     for overlap in overlaps.values():
         for phase in PHASES:
             crossover = overlap.crossover(phase)
+            # 0 for a phase that sends nothing: it has no line
             if crossover:
                 tokens.append(crossover)
     if not tokens:  # no plan sends anything
@@ -147,6 +152,7 @@ def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> 
             tokens.append(overlap.tokens)
     for point in measured:
         tokens.append(point.tokens)
+    # a decade on each side, so that both regions, exposed and hidden, are seen
     low = max(1.0, min(tokens) / 10)
     return _Clip(low, 10 * max(tokens))
 
@@ -154,6 +160,7 @@ def _clip(overlaps: Mapping[str, Overlap], measured: Sequence[OverlapPoint]) -> 
 def _roofs(overlaps: Mapping[str, Overlap]) -> Iterator[_Roof]:
     """Yield the lines of all plans that are above zero: of a single plan both phases, else the one that hides last."""
     for (name, overlap), colour in zip(overlaps.items(), PLAN_COLOURS):
+        # two lines a plan would be too many; where the later phase hides, all does
         if name:
             last = max(PHASES, key=overlap.crossover)
             roofs = [_Roof(f"{name}, {last}", colour, last, overlap)]
@@ -168,6 +175,7 @@ def _roof_traces(roof: _Roof, clip: _Clip) -> list[go.Scatter]:
     """Draw the line of a phase, and a diamond where it crosses 1."""
     tokens = three_digits(roof.crossover)
     name = f"{roof.label}: hidden from {tokens} tokens on"
+    # two points make the line: the ratio goes as 1 / tokens, which is straight on logarithmic axes
     at_low = roof.overlap.ratio(roof.phase, clip.low)
     falling = _falling(name, roof.colour, at_low, clip)
     hover = f"{tokens} tokens<extra></extra>"
@@ -179,6 +187,7 @@ def _roof_traces(roof: _Roof, clip: _Clip) -> list[go.Scatter]:
 
 def _falling(name: str, colour: str, at_low: float, clip: _Clip, dash: str = "solid") -> go.Scatter:
     """Draw a line from the ratio at the fewest tokens: twice the tokens, half the ratio."""
+    # 4 at 100 tokens are 0.04 at 10,000
     at_high = at_low * clip.low / clip.high
     return line(name, colour, [clip.low, clip.high], [at_low, at_high], dash=dash)
 
@@ -189,8 +198,10 @@ def _of_a_run(view: RunView, point: OverlapPoint, clip: _Clip) -> list[go.Scatte
     how = "simulated" if view.simulated else "measured"
     name = f"{view.label}, {how}"
     measured = points(name, ALARM, [point.tokens], [point.measured], hovertemplate=hover)
+    # no link was emulated, so there is no formula to compare with
     if not point.predicted:
         return [measured]
+    # from the run's tokens back to the left edge, along 1 / tokens
     at_low = point.predicted * point.tokens / clip.low
     predicted = _falling(f"{view.label}: {point.source}", ALARM, at_low, clip, "dot")
     return [predicted, measured]
@@ -199,9 +210,11 @@ def _of_a_run(view: RunView, point: OverlapPoint, clip: _Clip) -> list[go.Scatte
 def _axes(figure: go.Figure, clip: _Clip) -> None:
     """Set both axes in powers of ten; what is below the line of 1 is hidden."""
     decades = dict(type="log", dtick=1)  # a tick at each power of ten
+    # a logarithmic axis has its range in powers of ten
     across = [math.log10(clip.low), math.log10(clip.high)]
     figure.update_xaxes(decades, tickformat=",", range=across, title_text="tokens of a rank's micro-batch")
     figure.update_yaxes(decades, title_text="communication / compute of a block")
+    # shapes are placed by value, annotations by power of ten: both 1.0 here and y=0 below are the ratio 1
     figure.add_hline(1.0, line=dict(color=GRID, width=3))
     for text, anchor in (("exposed", "bottom"), ("hidden", "top")):
         figure.add_annotation(
@@ -227,6 +240,7 @@ def _finding(plans: Mapping[str, PlanSpec], overlaps: Mapping[str, Overlap]) -> 
         if not tokens:
             return f"{where} sends nothing"
         return f"{where}: hidden from {three_digits(tokens)} tokens a rank on"
+    # fewest tokens first: who needs the smallest batch hides soonest
     by_tokens = sorted(overlaps, key=lambda name: overlaps[name].crossover_tokens)
     first = _with_tokens(by_tokens[0], overlaps)
     last = _with_tokens(by_tokens[-1], overlaps)

@@ -50,6 +50,7 @@ def step_causes(record: RunRecord) -> go.Figure:
     figure = _bars(causes, fault, facts)
     title = diagnosis(record).rstrip(".") or f"A step of {profile.label(record)} takes {seconds(facts.step_s)}"
     how = "mean of the profiled steps of the rank exposed longest"
+    # the profiler made its steps longer than the timed ones, and the bar has a timed one's length
     if facts.step_s < facts.worst.step_ns / 1e9:
         how += f" ({duration(facts.worst.step_ns)}), drawn as long as a timed step"
     where = profile.conditions([record], how)
@@ -65,6 +66,7 @@ def _bars(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> 
     else:
         share = percent(fault.seconds / facts.step_s)
         ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({share} of a step)"
+        # a finding is drawn at most as long as the step
         cost_ms = min(1e3 * facts.step_s, 1e3 * fault.seconds)
         # the lengths in the step's bar and in that of the fault
         parts = [Part(cause.name, cause.colour, [cause.length, 0.0]) for cause in causes]
@@ -89,6 +91,7 @@ def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> s
 def _marked(listed: list[Finding], facts: StepFacts) -> Finding | None:
     """Return what the diagnosis names if it costs a part of the step; what fills memory has no place on its axis."""
     named = named_finding(facts, listed)
+    # findings on memory or on the machine cost no part of the step
     if named is None or named.of not in ("exposed", "step"):
         return None
     if named.seconds < _ALIKE * facts.step_s:
@@ -115,12 +118,14 @@ def _causes(facts: StepFacts) -> list[_Cause]:
     worst = facts.worst
     loading, idle = _idle(facts)
     loaded_ms = _loaded_ms(facts)
-    # what is left of the step beside loading, over its length in the profiled step
+    # what is left of the step beside loading, over its length in the profiled step:
+    # profiled 800 ms with 300 of loading, timed 700 ms: the other 500 ms shrink to 400, so 0.8e-6 ms for each ns
     rest_ms = 1e3 * facts.step_s - loaded_ms
     scale = rest_ms / (worst.step_ns - loading.length)
     causes = [
         _Cause("computing alone", STEP_COLOURS["compute only"], worst.compute_only_ns),
         _Cause("communication hidden under computing", STEP_COLOURS["overlapped"], worst.overlapped_ns),
+        # divided here, since all lengths are multiplied by `scale` below
         loading._replace(length=loaded_ms / scale),
         *_exposed(facts),
         *idle,
@@ -128,6 +133,7 @@ def _causes(facts: StepFacts) -> list[_Cause]:
     drawn = []
     for cause in causes:
         milliseconds = scale * cause.length
+        # parts of less than 0.2 % of the step would only lengthen the legend
         if milliseconds >= _ALIKE * 1e3 * facts.step_s:
             drawn.append(cause._replace(length=milliseconds))
     return drawn
@@ -140,6 +146,7 @@ def _loaded_ms(facts: StepFacts) -> float:
     if not loading.length or counted is None:
         shrunk = min(1.0, facts.step_s * 1e9 / facts.worst.step_ns)  # a profiled step may be the longer one
         return loading.length / MS * shrunk
+    # at most 99 % of the step, so that something is left to scale
     return min(1e3 * counted.seconds, 0.99e3 * facts.step_s)
 
 
@@ -149,6 +156,7 @@ def _exposed(facts: StepFacts) -> list[_Cause]:
     if worst.on_link_ns is None:
         return [_Cause("exposed communication", STEP_COLOURS["exposed"], worst.exposed_ns)]
     causes = []
+    # on the link, copying, waiting for a peer, waiting for a core
     for (name, colour), column in zip(EXPOSED_COLOURS.items(), PARTS_OF_EXPOSED):
         length = getattr(worst, column) or 0.0
         causes.append(_Cause(f"exposed: {name}", colour, length))
@@ -160,15 +168,18 @@ def _idle(facts: StepFacts) -> tuple[_Cause, list[_Cause]]:
     in ns.
     """
     other_ns = facts.worst.other_ns
+    # without the table `idle`, as in records of earlier versions, its causes are unknown
     if not facts.idle_s:
         neither = _Cause("neither", STEP_COLOURS["other"], other_ns)
         return _Cause(_LOADING, LOADING_COLOUR, 0), [neither]
+    # `idle_s` is in seconds of a timed step, and the lengths here are ns of a profiled one
     scale = other_ns / facts.other_s if facts.other_s else 0.0
     by_column = {column: cause_s * scale for column, cause_s in facts.idle_s.items()}
     loaded = by_column.pop(_LOADING_COLUMN, 0.0)
     loading = _Cause(_LOADING, LOADING_COLOUR, loaded)
     ordered = sorted(by_column, key=lambda column: -by_column[column])
     others = []
+    # of seven causes beside loading the shortest has the first colour again
     for column, colour in zip(ordered, IDLE_COLOURS * 2):
         words = WORDS.get(column, column)
         others.append(_Cause(f"idle: {words}", colour, by_column[column]))

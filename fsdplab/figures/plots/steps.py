@@ -27,6 +27,7 @@ def step_time(runs: Runs) -> go.Figure:
     timed = [run for run in shown if run.step_median]
     if not timed:
         raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
+    # runs without a timed step keep their row, with the reason instead of a bar
     figure = _median_bars(shown)
     figure.add_trace(_fastest_ticks(timed))
     figure.update_layout(showlegend=False)
@@ -53,18 +54,22 @@ def _median_bars(shown: Sequence[RunView]) -> go.Figure:
         else:
             ends[run.label] = f"<b>{_why_untimed(run)}</b>"
             untimed.append(run.label)
+        # 0 draws no bar; the words begin at the axis
         medians.append(run.step_median or 0)
         colours.append(strategy_colour(run.strategy, run.engine))
+        # words at a bar's end begin behind its upper whisker
         reached.append(_reached_s(run))
         tokens_per_s.append(run.summary.tokens_per_s)
     bars = Part("median step", STRATEGY_COLOURS["no_shard"], medians)
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
     figure = stacked_bars(ends, [bars], "seconds per step", hover, alarming=untimed, marked=reached)
+    # one trace has the bars of all runs, so its error bars are a list, too
     figure.data[-1].error_x = whiskers(shown)
     return figure.update_traces(customdata=tokens_per_s, marker_color=colours)
 
 
 def _fastest_ticks(timed: Sequence[RunView]) -> go.Scatter:
+    # records without the fastest step have the tick at their median
     fastest = [run.summary.step_time_s.min or run.step_median or 0 for run in timed]
     labels = [run.label for run in timed]
     upright = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
@@ -96,6 +101,7 @@ def _measured_words(run: RunView) -> str:
 def _conditions(shown: list[RunView]) -> str:
     """Return the subtitle: on what the steps were measured, and what is between the ranks."""
     links = emulated_links(shown)
+    # a real network may be between traced ranks: nothing is said of it unless it was emulated
     if any(run.traced for run in shown):
         where = f"Measured by PyTorch's profiler on {ranks_and_device(shown)}"
         if links:
@@ -128,13 +134,14 @@ def steady_steps(runs: Runs) -> go.Figure:
     simulated = [run for run in shown if run.steady.step_time_s]
     if not simulated:
         return step_time(runs)
+    # ranks that waited for a core measured this machine's load
     timed = [run for run in shown if run.step_median and not run.summary.short_of_cores]
     ends, over, reached = {}, [], []
     for run in shown:
         ends[run.label] = _steady_end(run)
         if run.over_card:
             over.append(run.label)
-        # how far the diamond over its bar reaches
+        # how far the diamond over its bar reaches, in ms as the bars
         reached.append(_reached_s(run) * 1e3 if run in timed else 0.0)
     parts = _steady_parts(shown)
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reached)
@@ -157,11 +164,14 @@ def _steady_parts(shown: Sequence[RunView]) -> list[Part]:
 
 def _split(run: RunView) -> tuple[float, float, float]:
     """Return the ms of the parts of a step on the steady card, in the order of _CLOCK."""
+    # a run that was not simulated has a row without a bar: three zeros
     step = run.steady.step_time_s or 0.0
     exposed = run.steady.exposed_s or 0.0
     overlap = run.steady.overlap or 0.0
-    # the overlap is the hidden part of all communication, of which the exposed part is known
+    # the overlap is the hidden part of all communication, of which the exposed part is known: overlap = hidden /
+    # (hidden + exposed); where all is hidden, nothing exposed tells how much that is
     hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
+    # what is left of the step: the steady card is never idle
     computing = max(0.0, step - exposed - hidden)
     return 1e3 * computing, 1e3 * hidden, 1e3 * exposed
 
@@ -180,6 +190,7 @@ def _steady_end(run: RunView) -> str:
     """Say at the bar's end, where a measured mark may be: the simulated step, and what is hidden of its communication;
     then whether the run is over the card, or failed.
     """
+    # a run that the steady card cannot simulate has its measured step, or why it has none
     if not run.steady.step_time_s:
         return f"measured {seconds(run.step_median)}" if run.step_median else run.status.replace("_", " ")
     words = f"<b>{seconds(run.steady.step_time_s)}</b>, {_hidden(run)}"
@@ -225,6 +236,7 @@ def _steady_words(simulated: list[RunView]) -> str:
     if len(best) == len(simulated):
         return f"{names}: {seconds(least)} a step"
     sharded = most_sharded(simulated)
+    # the fully sharded run is the page's subject; it is compared with the least where it is not itself among these
     if sharded is not None and sharded not in best:
         step = known(sharded.steady.step_time_s)
         ratio = step / least

@@ -36,9 +36,11 @@ def straggler_map(record: RunRecord) -> go.Figure:
 
     Needs a `timeline` table and two ranks (ValueError without). Come at 1.0 and 1.4 ms, the second is 0.4 ms late.
     """
+    # the memory step is slow on every rank, and says nothing of who is late
     rows = profile.profiled(profile.rows_of(record, "timeline"), record)
     issued = arrivals_of(record, profile.distinct(rows, "step"))
     columns = _columns(issued, profile.unnamed(record))
+    # ranks that took part in any collective: with process groups, not all are in each
     every_rank: set[int] = set()
     for times in issued.values():
         every_rank.update(times)
@@ -47,8 +49,10 @@ def straggler_map(record: RunRecord) -> go.Figure:
         raise ValueError(f"{label(record)} has no collective of two ranks to compare; {_remedy(record)}")
     late: Late = {}
     for rank in ranks:
+        # a row of the map: the rank's mean lateness at each column
         late[rank] = [_lateness(keys, issued, rank) for keys in columns.values()]
     means, highest = _means_and_highest(late)
+    # 8 ranks x 1,000 collectives are 8,000 cells: 4 collectives share a column
     shared = -(-len(columns) * len(ranks) // _MOST_CELLS)  # collectives that share a column
     figure = _cells(columns, late, shared, _strongest(record, highest))
     title = _finding(record, highest)
@@ -71,8 +75,10 @@ def _remedy(record: RunRecord) -> str:
 def _cells(columns: Columns, late: Late, shared: int, strongest: float) -> go.Figure:
     """Draw the map; numbers stand in its cells where they fit, else a scale of colours beside it."""
     drawn = [_latest(values, shared) for values in late.values()]
+    # a shared column has the name of its first collective
     names = list(columns)[::shared]
     ranks = [f"rank {rank}" for rank in late]
+    # with numbers in the cells no scale of colours is needed
     has_numbers = len(columns) <= _ROOM_FOR_NUMBERS
     texts = []  # a row a rank
     for values in drawn:
@@ -83,6 +89,7 @@ def _cells(columns: Columns, late: Late, shared: int, strongest: float) -> go.Fi
     scale_title = "" if has_numbers else "later than the<br>first rank (ms)"
     hover = "%{y}, %{x}<br>%{z:.3f} ms after the first rank"
     figure = heat_map(names, ranks, drawn, texts, hover, scale_title, strongest)
+    # as high as its labels need, whatever the number of ranks
     scale = dict(lenmode="pixels", len=150, y=1, yanchor="top", nticks=4)
     figure.update_traces(colorbar=scale)
     return figure.update_xaxes(tickangle=-45, title_text="collectives in the order of the step")
@@ -92,6 +99,7 @@ def _strongest(record: RunRecord, highest: float) -> float:
     """Return the ms of the strongest colour: at least two hundredths of a step, so that little lateness stays pale."""
     split = profile.breakdown_of(record)
     alike = _ALIKE * split.step_ns / MS if split else 0.0
+    # the last 1.0 is for a map of zeros, whose scale would have no length
     return max(highest, 2 * alike) or 1.0
 
 
@@ -102,14 +110,18 @@ def _columns(issued: Arrivals, nameless: str) -> Columns:
     """Return {column: its collective in each step}, in the order of the step."""
     columns: Columns = {}
     names = _short_names({key.unit for key in issued})
+    # by the first rank's arrival: the order in which the step issues them
     in_order = sorted(issued, key=lambda key: (key.step, min(issued[key].values())))
     for key in in_order:
         words = [key.kind]
+        # where the trace names no unit at all, a column is "all_gather fwd"
         if nameless != NO_UNIT:
             words.append(names[key.unit] or nameless)
         words.append(_SHORT.get(key.phase, key.phase))
+        # the second collective of a unit, phase and kind in a step is "#2"
         if key.number:
             words.append(f"#{key.number + 1}")
+        # the same name in each step: a column's mean is over these
         columns.setdefault(" ".join(words), []).append(key)
     return columns
 
@@ -121,9 +133,11 @@ def _short_names(units: set[str]) -> dict[str, str]:
     """
     if max(map(len, units), default=0) <= _LONGEST_NAME:
         return {unit: unit for unit in units}
+    # a name without a dot, such as the root's, shares no beginning with those of blocks
     in_modules = [unit for unit in units if "." in unit]
     common = ""
     if len(in_modules) > 1:
+        # "model.layers.1" and "model.layers.12" begin alike up to "model.layers.1": cut back to "model.layers"
         common = os.path.commonprefix(in_modules).rpartition(".")[0]
     shortened, cut = {}, {}
     for unit in units:
@@ -134,6 +148,7 @@ def _short_names(units: set[str]) -> dict[str, str]:
         cut[unit] = name
         if len(name) > _LONGEST_NAME:
             cut[unit] = f"{name[: _LONGEST_NAME - 1]}…"
+    # two columns of one name would become one
     all_differ = len(set(cut.values())) == len(units)
     return cut if all_differ else shortened
 
@@ -155,6 +170,7 @@ def _means_and_highest(late: Late) -> tuple[dict[int, float], float]:
     """Return (the mean lateness of each rank in ms, the highest lateness of all)."""
     means, highest = {}, 0.0
     for rank, values in late.items():
+        # None where the rank takes no part in a collective
         known = [value for value in values if value is not None]
         means[rank] = statistics.fmean(known)
         highest = max(highest, *known)
@@ -188,6 +204,7 @@ def _finding(record: RunRecord, highest: float) -> str:
     name = label(record)
     apart = f"ranks come within {duration(highest * MS)} of one another"
     none_is_late = f"{name}: no straggler, {apart}"
+    # too few steps to tell chance from habit, or enough and nobody stands out
     if found is None:
         few = too_few_steps(record)
         if few:
@@ -197,6 +214,7 @@ def _finding(record: RunRecord, highest: float) -> str:
     if split is not None:
         # others must wait for the late rank for long enough: who sends ahead may be late for free
         lost = found.a_step_ns
+        # of 10 ms of waiting in a step, 9 may be for this rank; records of earlier versions have its own delay alone
         if split.waiting_ns is not None:
             lost = found.of_waiting(split.waiting_ns)
         if lost < WORTH_SAYING * split.step_ns:

@@ -43,6 +43,7 @@ class Lanes:
 
     def axis(self, height: float) -> dict[str, Any]:
         """Return the axis, which is `height` pixels high, with the names of lanes or of ranks."""
+        # a lane that is lower than a line of text cannot have a name of its own
         is_readable = height >= _LINE * self.bottom
         names = self._names_of_lanes() if is_readable else self._names_of_ranks(height)
         return named_axis(names, self.bottom + 0.15, -0.15)
@@ -52,9 +53,11 @@ class Lanes:
         places: dict[int, list[float]] = {}
         for (rank, _), at in self.middle.items():
             places.setdefault(rank, []).append(at)
+        # 64 ranks on 480 pixels: 7.5 pixels each, so every second one is named
         every = max(1, math.ceil(_LINE * len(places) / height))  # so many ranks have the space of one name
         names = {}
         for index, (rank, of_rank) in enumerate(places.items()):
+            # a rank's name stands at the middle of its lanes
             middle = sum(of_rank) / len(of_rank)
             names[middle] = ""  # a tick without a name, where a name would lie on the one before
             if index % every == 0:
@@ -67,6 +70,7 @@ class Lanes:
         before = None
         for (rank, lane), at in self.middle.items():
             names[at] = written(lane).replace("communication", "comm.")
+            # `middle` has the lanes of one rank after the other: a new rank begins here
             if rank != before:
                 names[at] = f"<b>rank {rank}</b>  {names[at]}"
             before = rank
@@ -82,11 +86,13 @@ def lanes_of(rows: list[Row]) -> Lanes:
             heights[lane] = _EXPOSED_HEIGHT if lane == "exposed" else 1.0
     middle = {}
     at = 0.0  # where the next lane begins
+    # all ranks have the same lanes, also one that does not use each: ranks are compared by eye
     for rank in sorted(_ranks(rows)):
         for lane, height in heights.items():
             middle[rank, lane] = at + height / 2
             at += height
         at += _GAP
+    # without the gap behind the last rank
     return Lanes(middle, max(0.0, at - _GAP))
 
 
@@ -99,8 +105,10 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     step, rows = profile.timeline_of(record, step)
     lanes = lanes_of(rows)
     end_ns = max(distinct(rows, "end_ns"))
+    # until the slowest rank ends, in ms since the first began
     end = (end_ns - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
+    # 34 pixels a lane while they fit in 1500, then fewer, down to 9: 200 lanes are 1800 pixels high
     lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))  # pixels
     height = round(lane_height * lanes.bottom)
     clock = dict(title_text="time since the step began (ms)", range=[0, 1.005 * end])
@@ -125,6 +133,7 @@ def _which_step(record: RunRecord, step: int) -> str:
 def step_start(rows: list[Row]) -> int:
     """Return when the first rank began the step, in ns."""
     whole_steps = where(rows, lane="step")
+    # without rows of whole steps, the first mark is the beginning
     starts = distinct(whole_steps or rows, "start_ns")
     return min(starts)
 
@@ -141,13 +150,16 @@ def lane_bars(rows: list[Row], lanes: Lanes, end: float, limit: int) -> tuple[li
     origin = step_start(rows)
     marks = []
     for row in uncovered(rows):
+        # rows of the lane "step" and of other lanes that are not shown have no place
         if (row["rank"], row["lane"]) in lanes.middle:
             marks.append(_mark(row, lanes, origin))
     drawn, merged = downsample(marks, limit)
+    # exposed time is a thinner strip; its traces come last, so that they lie over the others
     bars = mark_lanes(drawn, COLOURS, {"exposed": 0.5, _OFF_LINK: 0.5}, end)
-    if bars and bars[-1].name == _OFF_LINK:
+    by_name = {bar.name: bar for bar in bars}
+    if _OFF_LINK in by_name and "exposed" in by_name:
         # beside copying and waiting, the red strip is what remains of exposed time
-        bars[-2].update(name="exposed on the link")
+        by_name["exposed"].update(name="exposed on the link")
     return bars, merged
 
 
@@ -157,11 +169,13 @@ def uncovered(rows: list[Row]) -> list[Row]:
     A record has neighbouring pieces of exposed time as one row where there are many, also across short computing. Drawn
     so, the red strip would be longer than the exposed time that the title states.
     """
+    # 1. when each rank computes, as sorted, disjoint intervals
     computing = {}
     of_ranks = grouped(where(rows, lane="compute"), lambda row: row["rank"])
     for rank, of_rank in of_ranks.items():
         intervals = [(row["start_ns"], row["end_ns"]) for row in of_rank]
         computing[rank] = union(intervals)
+    # 2. exposed 0 to 10 with computing 4 to 6 meanwhile: two pieces, 0 to 4 and 6 to 10
     cut = []
     for row in rows:
         rank = row["rank"]
@@ -180,10 +194,12 @@ def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
     """Return a row's bar, named by its unit; exposed time says in which collective."""
     lane, phase = row["lane"], row["phase"]
     unit = row["unit"].replace(NO_UNIT, "")
+    # the group is the colour and the entry of the legend
     group, name, short = lane, row["name"], ""
     if lane == "compute":
         name = "compute"
         group = "compute in backward" if phase == "backward" else "compute in forward"
+    # " · " in front of a name keeps its words out of the bar, which shows what is left of the first " · " alone
     words = [unit, phase, name]
     name = " · ".join(filter(None, words))
     if lane == "exposed":
@@ -191,6 +207,7 @@ def _mark(row: Row, lanes: Lanes, origin: int) -> Mark:
         group = _OFF_LINK if row["name"].endswith(OFF_LINK) else "exposed"
     elif phase == "optimizer":
         group, name = "optimizer", " · optimizer"
+    # "blocks.3" as a whole where the bar is long enough, else "3"
     elif unit:
         short = profile.short_unit(unit)
     else:
@@ -211,16 +228,20 @@ def phases(rows: list[Row]) -> list[Phase]:
     """
     first = min(_ranks(rows))
     origin = step_start(rows)
+    # collectives begin before the compute that needs them or end after it, so compute alone tells the phases
     computed = [row for row in where(rows, rank=first, lane="compute") if row["phase"]]
     computed.sort(key=lambda row: row["start_ns"])
     whole = _length_of(computed)
     found: list[Phase] = []
+    # each stretch of neighbours with one phase: forward, backward, optimizer; again forward with micro-batches
     for name, stretch in groupby(computed, lambda row: row["phase"]):
         stretch_rows = list(stretch)
         is_hook = _length_of(stretch_rows) < _BRIEF * whole
+        # behind a hook that was skipped, the phase before it goes on
         goes_on = bool(found) and found[-1][1] == name
         if is_hook or goes_on:
             continue
+        # what comes before the first compute, such as the first all-gather, belongs to the first phase
         begin = 0.0
         if found:
             begin = (stretch_rows[0]["start_ns"] - origin) / MS
@@ -242,15 +263,18 @@ def phase_lines(found: Sequence[Phase], end: float, bottom: float = 0) -> dict[s
     lines, names = [], []
     look = dict(type="line", line=dict(color=GRID, width=2), yref="paper", layer="below")
     above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
+    # the longest first: each takes its place before shorter ones can
     for begin, name in _longest_first(found, end)[:_MOST_PHASES]:
         lines.append(dict(x0=begin, x1=begin, y0=bottom, y1=1, **look))
         width = words_width(f"{name} → ", 14)  # pixels
+        # about where plotly will write it; exact pixels are known in the browser alone
         left = begin / end * plot_width()
         side = dict(xanchor="left", xshift=2)
         if begin > 0.9 * end:  # beside the right edge the name stands before the line
             left -= width - 22
             side = dict(xanchor="right", xshift=22)
         right = left + width
+        # the name would overlap one that is written: the phase keeps its line
         if any(left < last and first < right for first, last in taken):
             continue
         taken.append((left, right))
@@ -276,6 +300,7 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
     split = profile.breakdown_of(record)
     if split is None:
         exposed = where(rows, lane="exposed")
+        # a timeline without a breakdown table, so the title is of the drawn step and not a mean
         red = _length_of(exposed) / len(_ranks(rows))  # mean of the ranks
         title = f"{label(record)}: {duration(red)} of communication is exposed in the step"
         return title, f"{title}."
@@ -289,6 +314,7 @@ def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:
 def _exposed_words(split: StepSummary, rows: list[Row]) -> str:
     """Say how much is exposed; where the rows tell copies and waiting apart, how much of it on the link."""
     step = duration(split.step_ns)
+    # no row is off the link where all exposed time is on it, and in records of earlier versions
     told_apart = any(row["name"].endswith(OFF_LINK) for row in rows)
     if split.on_link_ns is None or not told_apart:
         share = percent(split.exposed_ns, split.step_ns)

@@ -57,12 +57,14 @@ def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int =
     """
     runs = listed(records)
     bars = []
+    # a run without collectives has no bar, and is named in the subtitle
     for run, record in zip(views(runs), runs):
         sent = sent_by(record, rank)
         if sent:
             bars.append(_Bar(run, sent))
     if not bars:
         raise ValueError(f"rank {rank} recorded no collective{_remedy(runs)}")
+    # also where one bar alone is left: its subtitle says which runs were left out
     if len(runs) > 1:
         return _of_several(bars, views(runs), rank)
     if bars[0].formula is None:
@@ -71,6 +73,7 @@ def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int =
 
 
 def _remedy(runs: list[RunRecord]) -> str:
+    # one rank is its own group: nothing was lost, there was nothing to send
     if all(record.spec.get("world_size") == 1 for record in runs):
         return "; a run of one rank sends nothing: use world_size=2 or more"
     return " with its bytes: profile some steps (--profile 2)"
@@ -84,12 +87,14 @@ def sent_by(record: RunRecord, rank: int) -> Sent:
 
     `{"all_reduce in backward": 86}`.
     """
+    # the lab's engine counts bytes as it sends them (`wire_bytes`); traces have the message's size alone
     rows = record.table("ledger") or _of_traces(record)
     of_rank = [row for row in rows if int(row["rank"]) == rank]
     last = max((int(row["step"]) for row in of_rank), default=0)
     sent: dict[str, float] = defaultdict(float)
     for row in of_rank:
         if int(row["step"]) == last:
+            # micro-batches and units of one kind and phase add up: "all_gather in forward"
             sent[f"{row['kind']} in {row['phase']}"] += row["wire_bytes"]
     return {name: round(nbytes) for name, nbytes in sent.items()}
 
@@ -99,9 +104,12 @@ def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
     all_ranks = int(record.spec.get("world_size") or 1)
     rows = []
     for row in record.table("collectives"):
+        # a sum without this collective would look like a rank that sends less
         if row["logical_bytes"] is None:
             return []
+        # where a trace does not name the group, all ranks are in it
         group_size = int(row["group_size"] or all_ranks)
+        # an all-gather of 8 MB over 4 ranks: the rank sends 3/4 of it, 6 MB; an all-reduce twice that
         wire_bytes = row["logical_bytes"] * bus_factor(row["kind"], group_size)
         rows.append({**row, "wire_bytes": wire_bytes})
     return rows
@@ -122,10 +130,12 @@ def _beside_formula(bar: _Bar, formula: int, rank: int) -> go.Figure:
     """Draw the run's bar above that of the formula."""
     ends = {"ledger": f"<b>{size(bar.total)}</b>", "formula": f"<b>{size(formula)}</b>"}
     sent = _parts([bar.sent, {}])  # nothing of it is in the formula's row
+    # 0 in the ledger's row, the whole in the formula's
     computed = Part("formula", _FORMULA_COLOUR, [0.0, formula / MB])
     figure = _bars(ends, [*sent, computed])
     figure.data[-1].showlegend = False  # its row says what it is
     difference = bar.total - formula
+    # lab and formula agree to the byte, so a difference is a finding however small
     if difference:
         title = f"{bar.run.label}: the ledger differs from the formula by {difference:+,} bytes a step"
     else:
@@ -146,6 +156,7 @@ def _of_several(bars: list[_Bar], runs: list[RunView], rank: int) -> go.Figure:
     ends, words = {}, []
     for bar in bars:
         end = f"<b>{size(bar.total)}</b>"
+        # "232 MB · 1.5 times" of the first bar's bytes
         if bar.total != first.total:
             end += f" · {_times(bar, first)}"
         ends[bar.run.label] = end
@@ -174,6 +185,7 @@ def _against_formulas(bars: list[_Bar]) -> str:
         return ""
     differences = []
     for bar in with_formula:
+        # bars without a formula were left out above, so the 0 is never taken
         difference = bar.total - (bar.formula or 0)
         if difference:
             differences.append(f"{bar.run.label} differs from its formula by {difference:+,} bytes")
@@ -199,6 +211,7 @@ def _parts(rows: list[Sent]) -> list[Part]:
     parts = []
     for name in names:
         kind = name
+        # only "all_gather in backward" has a colour with its phase: resharding after the forward adds it to a step
         if name not in COLLECTIVE_COLOURS:
             kind = name.split(" in ")[0]
         colour = COLLECTIVE_COLOURS.get(kind, _GREY)
@@ -212,6 +225,7 @@ def _where(shown: list[RunView], rank: int) -> str:
     if any(run.simulated for run in shown):
         return f"{how_and_where(shown)}, rank {rank}"
     where = f"Rank {rank} of {ranks_and_device(shown)}"
+    # the lab's ledger counts each collective; jobs and other engines are known by their traces
     if all(run.engine == "lab" and not run.recorded for run in shown):
         return f"{where}, counted at every collective"
     if len(shown) == 1:

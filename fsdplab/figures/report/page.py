@@ -85,11 +85,14 @@ def comparison_page(
     if len(records) == len(comparison["runs"]):
         runs = records  # which know what tells namesakes apart
     shown = views(comparison if runs is None else runs)
+    # records alone lack the verdicts on losses, which the comparison has
     source = comparison if runs is None else with_verdicts(runs, comparison)
+    # the first screen has figures beside each other, the tabs one below the other
     with on_page(_HALF):
         answer = _answer(shown, source, records)
     with on_page(_WIDTH):
         content = _compared(comparison, source)
+        # a comparison without records is all that the page can show: no tabs
         if records:
             content = tabbed(content, records, tables_of)
     page = rendered(
@@ -141,9 +144,11 @@ def _first_figures(shown: Sequence[RunView], source: Runs, records: Sequence[Run
     pictures = []
     if not all(run.traced for run in shown):
         pictures.append(drawn(memory_by_category, source))
+    # a run alone has nothing beside it: the question is then where its step goes
     is_alone = len(shown) == 1 and len(records) == 1
     if not (is_alone and records[0].table("breakdown")):
         return [*pictures, drawn(steady_steps, source)]
+    # without memory beside it the figure has the page's whole width
     with on_page(_HALF if pictures else _WIDTH):
         pictures.insert(0, drawn(step_causes, records[0]))
     if shown[0].steady.step_time_s:
@@ -169,6 +174,7 @@ def _remedy(records: Sequence[RunRecord]) -> str:
 
 def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:
     """Return the runs with the steady card's times in place of the measured ones, where all with a step have both."""
+    # a run that failed has no step, and needs none
     timed = [run for run in runs if run.step_median]
     if not timed or not all(run.steady.step_time_s for run in timed):
         return runs
@@ -182,7 +188,9 @@ def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:
 
 def _with_steady_times(run: RunView) -> RunView:
     comm = replace(run.summary.comm, exposed_s=run.steady.exposed_s, overlap=run.steady.overlap)
+    # no quartiles: a simulated step has no spread
     summary = replace(run.summary, step_time_s=Spread(median=run.steady.step_time_s), comm=comm)
+    # from these two `how_and_where` and `simulated` take what a subtitle says
     spec = {**run.spec, "gpu": STEADY_CARD}
     provenance_of_run = {**run.provenance, "step_time_s": "simulated"}
     return replace(run, summary=summary, spec=spec, provenance=provenance_of_run)
@@ -193,6 +201,7 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
     shown = views(source)
     columns = told(shown)
     rows = []
+    # a cell's text breaks between its amounts, not between a number and its unit
     for run in shown:
         rows.append([unbroken(text) for text in cells_of_run(run, columns)])
     table_of_runs = table(columns, rows, lambda place, text: _look(columns[place], text))
@@ -214,6 +223,7 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
         ran: part("pairs", entries=_flat(comparison.get("spec") or {})),
         where: part("pairs", entries=_flat(comparison.get("environment") or {})),
     }
+    # a section without a body is left out
     for title, section in sections.items():
         body += folded(title, section)
     return body
@@ -225,6 +235,7 @@ def _choice(shown: Sequence[RunView]) -> Markup:
     """
     if len(shown) == 1:
         return _NONE
+    # foreign traces without memory have no place in a plane of memory and time
     if all(run.traced and not run.peak for run in shown):
         return not_in_traces("memory")
     return drawn(pareto, _on_steady_card(shown))
@@ -309,6 +320,7 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     if len(runs) == 1 and runs[0].traced:
         return ranks_and_device(list(runs))
     if len(runs) == 1 and runs[0].recorded:
+        # a job tells what it has: a script may have noted neither its model nor its precision
         words = [str(spec[name]) for name in _OF_A_JOB if spec.get(name)]
         words.append(ranks_and_device(list(runs)))
         return ", ".join(words)
@@ -331,6 +343,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def _shown(name: str, value: object) -> str:
     """Write a setting's value as a reader wants it: lists joined, bytes in MB."""
+    # such as `peak_bytes` and `card`
     if name.endswith(("bytes", "card")) and isinstance(value, int):
         return size(value)
     if isinstance(value, Mapping):
@@ -358,6 +371,7 @@ def tabbed(compared: str, records: Sequence[RunRecord], tables_of: TablesOf | No
     """Return the row of tabs and their panels, the comparison first; tables of traces are made here, or `tables_of` has
     them.
     """
+    # made when the tab Diagnosis is filled, a run at a time
     made = tables_of or (lambda record: tables_of_record(record, peak_of(record)))
     parts_of_steps = drawn(figures.step_bar, records) + drawn(figures.exposed_bar, records)
     panels = {
@@ -369,6 +383,7 @@ def tabbed(compared: str, records: Sequence[RunRecord], tables_of: TablesOf | No
     }
     # a single run has nothing to compare: it opens with its timeline
     first = "Timeline" if len(records) == 1 else "Compare"
+    # a dictionary keeps its order: the tab that opens first is taken out and put in front
     return rendered("tabs.html", panels={first: panels.pop(first), **panels})
 
 
@@ -435,7 +450,9 @@ def _memory(record: RunRecord) -> Markup:
         return _memory_of_traces(record)
     try:
         return Markup(figures.linked_html(record))
+    # a table is missing, such as that of the units' lives, which only the lab's engine records
     except ValueError as reason:
+        # ranks that measured no memory count as 0
         peaks = record.summary.peak_by_rank or (0,)
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
         alone = drawn(figures.memory_timeline, record, rank=worst)
@@ -484,12 +501,14 @@ def _traffic_of_traces(record: RunRecord) -> Markup:
 def _diagnosis(records: Sequence[RunRecord], made: TablesOf) -> Markup:
     """Return of each run its findings, and folded its difference to the first run and the tables of its traces."""
     first = records[0]
+    # by identity, as a record is no key of a dictionary and two may have the same settings
     labels = {id(record): run.label for run, record in zip(views(records), records)}
     findings = dict(findings_by_run(records))
 
     def of_run(record: RunRecord) -> Markup:
         label = labels[id(record)]
         body = _findings(record, findings.get(label, ()))
+        # the first run is the one that others are compared with
         if record is not first:
             body += folded(f"Difference to {labels[id(first)]}", _difference(first, record))
         tables = note(_UNTRACED) if view(record).simulated else _tables(made, record)
@@ -509,6 +528,7 @@ def _findings(record: RunRecord, findings: Sequence[Finding]) -> Markup:
 
 def _difference(first: RunRecord, record: RunRecord) -> Markup:
     """Draw a later run against the first, unit by unit, then in the parts of a step, in its operators and kernels."""
+    # steps that a failure cut short are no measure
     failed = [run.label for run in views([first, record]) if run.status == "failed"]
     if failed:
         return note(f"Not compared, since {' and '.join(failed)} failed.")
@@ -529,6 +549,7 @@ def _tables(make: Callable[..., list[Table]], *records: RunRecord) -> Markup:
 def _table(shown: Table) -> Markup:
     looks = [_look_of(column_of_table) for column_of_table in shown.columns]
     head = [column_of_table.heading for column_of_table in shown.columns]
+    # the first rows; `left_out` below says how many there are more
     rows = cells(shown)
     body = table(head, rows, lambda place, text: looks[place]) if rows else _NONE
     notes = [line for line in (left_out(shown), *shown.notes) if line]

@@ -47,6 +47,7 @@ def _templates() -> Environment:
     made = Environment(
         loader=PackageLoader("fsdplab.figures.report"),
         autoescape=True,
+        # a value that a template lacks is an error, not an empty place
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -87,6 +88,7 @@ def table(head: Texts, rows: Iterable[Texts], look: Look, caption: str = "", **a
 
     `table(["rank"], [["0"], ["1"]], lambda *cell: {})`.
     """
+    # (text, attributes of its tag) for each cell
     header = [(text, look(place, None)) for place, text in enumerate(head)]
     body = [[(text, look(place, text)) for place, text in enumerate(row)] for row in rows]
     return part("table", head=header, rows=body, attributes=attributes, caption=caption)
@@ -123,6 +125,7 @@ def plot(figure: go.Figure) -> Markup:
     conditions = _plain(figure.layout.title.subtitle.text)
     from plotly.io.json import to_json_plotly
 
+    # title, conditions and legend are set in HTML around it
     shown = bare(figure)
     return part(
         "plot",
@@ -161,6 +164,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
     """
+    # the cursor begins where memory is at its peak
     start, life = peak_instant(record), unit_states(record)
     length = life.length / MS
     slices = cells_figure(life, start).update_layout(
@@ -176,6 +180,7 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
         slices=plot(slices),
         start=f"{start / MS:.4f}",
         end=f"{length:.4f}",
+        # the slider has 2000 places
         step=f"{length / 2000:.6f}",
         states=json.dumps(_states(life).as_json(), separators=(",", ":")),
     )
@@ -206,11 +211,13 @@ class _States:
 
 
 def _states(life: UnitStates) -> _States:
+    # state -> the number by which the script has it
     number = {state: place for place, state in enumerate(STATE_COLOURS)}
     changes = []
     for rank in life.shown:
         of_rank = []
         for unit in life.units:
+            # to the microsecond, to keep the page small
             of_rank.append([(round(since / MS, 3), number[state]) for since, state in life.states[rank, unit]])
         changes.append(of_rank)
     words = [state_words(state) for state in STATE_COLOURS]

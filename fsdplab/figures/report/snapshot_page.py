@@ -30,6 +30,7 @@ def snapshot_page(devices: Mapping[str, DeviceMemory], data: Mapping[str, Any]) 
         plotly_js=get_plotlyjs(),
         setting="Recorded by PyTorch's CUDA allocator; memory that NCCL and the driver take is not in it.",
         cores="",
+        # the first device is the first screen, the others follow below
         answer=parts[0],
         content=Markup("").join(parts[1:]),
         comparison=json.dumps(data, separators=(",", ":")),

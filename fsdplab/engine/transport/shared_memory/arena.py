@@ -125,6 +125,7 @@ class Arena(SharedFile):
         except BaseException:
             self._give_back(start, length, os.getpid())
             raise
+        # Tensors over the range hold `part`, which ends with the last of them.
         weakref.finalize(part, self._give_back, start, length, os.getpid()).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
 
@@ -161,6 +162,7 @@ class Arena(SharedFile):
 
     def _grow_for(self, length: int) -> None:
         """Add a segment, zeroed: longer the more there are, and only as long as asked for where that is refused."""
+        # 64 MiB at first, later half of what there is: a large model needs few segments.
         try:
             self._grow(max(length, _SEGMENT, self._size // 2 // PAGE * PAGE))
         except OSError:
@@ -179,6 +181,7 @@ class Arena(SharedFile):
         joined: list[tuple[int, int]] = []
         for begin, size in sorted([*self._free, (start, length)]):
             follows_last = joined and begin == sum(joined[-1])  # (start, length): their sum is where it ends
+            # Segments are mapped apart, so no range may reach from one into the next.
             if follows_last and begin not in self._segments:
                 first, length_before = joined[-1]
                 joined[-1] = first, length_before + size
@@ -316,6 +319,7 @@ class PeerMemory:
 
 def _opened(handle: ArenaHandle, header: int) -> SharedFile:
     """Open the arena of a peer; raise where its descriptor names another file by now."""
+    # Through /proc this process gets a descriptor of its own for the peer's file, which has no name.
     arena = SharedFile(os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR), header)
     if bytes(memoryview(arena.header)[:COOKIE]) != handle.cookie:
         raise OSError(errno.ESTALE, f"descriptor {handle.descriptor} of process {handle.process} is another file")
@@ -328,6 +332,7 @@ def _from_all(group: dist.ProcessGroup, failure: str, act: Callable[[], T]) -> l
     try:
         answer = act()
     except OSError as error:
+        # An error is sent as an answer, since peers wait for one.
         answer = SharingRefused(f"rank {group.rank()} {failure}: {error}")
     answers = [answer] * group.size()
     dist.all_gather_object(answers, answer, group=group)

@@ -148,7 +148,7 @@ class Slots:
         self._processes = memory.processes
         self._words = [Words(arena.header, count) for arena in memory.arenas]
         weakref.finalize(self, self.arena.close).atexit = False
-        self._claimed = [Claim()] * count
+        self._claimed = [Claim()] * count  # by slot: what this rank takes its operation to be
         # when the group is destroyed, or the process ends; one that is killed says nothing
         Finalize(self, _leave, args=(self._words[self.rank].state,), exitpriority=0)
 
@@ -178,6 +178,7 @@ class Slots:
         """Let peers read `source`, which lies in the arena, as operation `number`."""
         slot = number % self.count
         with self.unrepeatable("telling its peers of an operation"):
+            # Without bytes there is nothing to map: peers read an empty tensor.
             place = None
             if source.numel():
                 place = self.arena.place_of(source)
@@ -278,6 +279,7 @@ class Slots:
         self._over = self.epoch
         for word in words_of_this_rank.done:  # it will read nothing of before
             word.raise_to(self.sequence)
+        # Two places in turn: a peer may read that of this epoch while this rank stops in the next.
         words_of_this_rank.state.stopped_at[self.epoch % 2] = self.sequence
         words_of_this_rank.stopped.raise_to(self.epoch)
         for peer, words in enumerate(self._words):
@@ -293,6 +295,7 @@ class Slots:
 
     def _await(self, word: Word, number: int, peer: int, what: str) -> None:
         """Return once a word of `peer` is `number`; raise where it never will be."""
+        # The peer was faster: nothing sleeps.
         if word.value >= number:
             return
         words = self._words[peer]

@@ -109,6 +109,7 @@ class Operation:
                 self._lost = error
                 self._slots.done(self.number)
                 raise
+            # This rank has read all of it: peers may use their slots and buffers again.
             if not self.steps:
                 self._slots.done(self.number)
         now = time.time_ns()
@@ -187,6 +188,7 @@ class Operations:
 
     def claim(self, nbytes: int, kind: str, unit: str, departure: Departure) -> Operation:
         """Begin the next operation; all ranks must claim it for the same kind, unit and size."""
+        # Operation 17 takes the slot of operation 1, which must be over on this rank.
         self._complete(self.slots.sequence + 1 - _UNDER_WAY)
         operation = Operation(self.slots, nbytes, kind, unit, departure)
         self._let_go()
@@ -194,6 +196,7 @@ class Operations:
 
     def stage(self, staging: Staging, nbytes: int, name: str) -> torch.Tensor:
         """Return a buffer, [nbytes], for the operation that was claimed last, once nobody needs what it held."""
+        # The last operation that used this buffer: completed here first, then read by all peers.
         user = staging.users[staging.turn]
         self._complete(user)
         self.slots.await_read(user)
@@ -227,6 +230,7 @@ class Operations:
     def await_peers(self) -> None:
         """Return once this rank has completed, and every peer has read, all that was to be read in place so far."""
         for number in sorted(self._in_place):
+            # This rank's own reading comes first: peers may be waiting for that too.
             self._complete(number)
             self.slots.await_read(number)
         self._let_go()
@@ -361,6 +365,7 @@ class SharedTransport(Transport):
         number = operation.number
 
         def read() -> None:
+            # This rank's own shard first, then those of the next ranks, each copied to its rows in the whole.
             for peer in self._slots.nearest_first:
                 part = source
                 if peer != self.rank:
@@ -510,6 +515,7 @@ class SharedTransport(Transport):
             announce(kind, self._announced, shown)
 
         output = parts[self.rank]
+        # What whoever waits does. A sum in place cannot be done twice, so an interrupt there breaks the slots.
         steps = [
             Step(lambda: self._await_peers(sent)),
             Step(lambda: self._sum(sent, output, average), repeatable=False),
