@@ -197,6 +197,7 @@ class OptimizerStep:
 
 def optimizer_step(tables: Mapping[str, Iterable[Row]], rank: int) -> OptimizerStep | None:
     """The phase of a rank, mean of its profiled steps; None without a profiled step, or where nothing shows it."""
+    # the profiled steps of the rank
     steps = {row["step"] for row in tables.get("breakdown", ()) if row["rank"] == rank}
     if not steps:
         return None

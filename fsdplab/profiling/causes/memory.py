@@ -19,6 +19,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     total = sum(split.values())
     if not total:
         return None
+    # the remedies are those of the category with most bytes
     category = max(split, key=split.__getitem__)
     besides = ""
     if summary.workspace_bytes:

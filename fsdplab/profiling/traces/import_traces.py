@@ -171,6 +171,7 @@ def _notes(analyses: Sequence[TraceAnalysis], collectives: Sequence[Row], chosen
     notes = []
     given = len(analyses)
     job = analyses[0].world_size
+    # a straggler may be among the ranks that are not here
     if job and given < job:
         notes.append(f"{given} of the job's {job} ranks were given: what the others did is not known")
     if analyses[0].origin.link is not None:
@@ -224,6 +225,7 @@ def _summary(
     for row in tables["breakdown"]:
         slowest_ns[row["step"]] = max(slowest_ns[row["step"]], row["step_ns"])
     peaks = [analysis.allocated_peak for analysis in analyses]
+    # bytes and collectives of a step, which become the first two fields of `Comm`
     sent = sent_per_step(tables["collectives"], analyses[0].world_size or len(analyses))
     link = analyses[0].origin.link
     return Summary(

@@ -207,6 +207,7 @@ def shown(thing: Any, alt: str | None = None) -> Any:
 
     ValueError for a figure without alternative text.
     """
+    # a table or a note shows itself
     if not hasattr(thing, "to_plotly_json"):
         return thing
     words = alt or alt_text(thing)

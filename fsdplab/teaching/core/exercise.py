@@ -144,6 +144,7 @@ def questions_of(path: Path) -> Iterator[Question | Choice]:
     """Yield the questions and choices of a file, in its order; ExerciseError names the item that cannot be read."""
     text = path.read_text(encoding="utf-8")
     head, *items = re.split(r"^## ", text, flags=re.MULTILINE)
+    # the names that expressions of this file may use
     block = _BLOCK.search(head)
     names = block[1] if block else ""
     for item in items:
@@ -169,6 +170,7 @@ def _question(id: str, parts: list[str], names: str) -> Question:
         if part.startswith("Right: "):
             given = number
             break
+    # the number's expression, its unit or None, and the tolerance in %
     right = _RIGHT.fullmatch(parts[given]) if given < len(parts) else None
     slip_parts, hints, explanations, others = [], [], [], []
     for part in parts[given + 1 :]:
@@ -221,6 +223,7 @@ def _choice(id: str, parts: list[str]) -> Choice:
         if match is None:
             unread += 1
             continue
+        # "**" or None, the letter, the option, and why it is right or wrong
         is_bold, letter, text, why = match.groups()
         options[letter] = _flat(text)
         because[letter] = _flat(re.sub(r"\n +> ", " ", why))

@@ -127,6 +127,7 @@ class Exercise:
         if line is None:
             raise ExerciseError(f"{self.path}: no line `# ---- check: ...`; the cases stand after it")
         chosen: dict[str, Any] = {}
+        # "on 3 ranks, also on 2, within 1e-6" are three settings
         for words in filter(None, (line[1] or "").split(", ")):
             name, value = self._setting(words)
             chosen[name] = value
@@ -137,6 +138,7 @@ class Exercise:
         for name, form in _SETTINGS.items():
             match = re.fullmatch(form, words)
             if match:
+                # numbers are floats unless `_KINDS` says otherwise
                 return name, _KINDS.get(name, float)(match[1])
         raise ExerciseError(
             f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `also on 2`,"
@@ -200,6 +202,7 @@ class Exercise:
                 gap = None
             elif bare.startswith("## ") or bare == "##":
                 stub_lines.append((indent + bare[3:]).rstrip())
+            # the reference keeps every line, the stub those outside of the marked part
             elif not stub or gap is None:
                 lines.append(line)
         return "\n".join(lines).strip("\n") + "\n"
@@ -266,6 +269,7 @@ class Exercise:
         except Exception as error:  # whatever a file that is being written raises
             return [f"{self.path}: cannot be used: {type(error).__name__}: {error}"]
         complaints = []
+        # a nudge, a pointer, nearly the solution
         if len(self.hints) != 3:
             complaints.append(f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}")
         # a stage only checks, the function stands in the exercise that it is a stage of

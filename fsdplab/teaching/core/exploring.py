@@ -72,6 +72,7 @@ def predicted_runs(
 
     def moved(**fields: Any) -> OutlookTable | Note:
         try:
+            # the sliders' values win over fixed ones
             specs = [RunSpec(**{**fixed, **fields, "strategy": strategy}) for strategy in strategies]
         except SpecError as error:
             return Note((str(error),))

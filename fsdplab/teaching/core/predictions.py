@@ -184,6 +184,7 @@ def compared(ratio: float) -> str:
         return "there is no ratio to a measurement of 0"
     if ratio < 0:
         return "the measurement has the other sign"
+    # far off a percentage says less than a factor: 7.3 times, and not 630 % high
     if not 0.5 <= ratio <= 2:
         return f"{ratio:.3g} times the measurement"
     direction = "high" if ratio > 1 else "low"
@@ -329,6 +330,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         """Show the number that counts, and take no other, once the prediction is locked."""
         entry.disabled = prediction.locked
         if prediction.locked:
+            # what is still being typed is no prediction any more
             entry.value = prediction.written
 
     entry.observe(take, names="value")

@@ -139,6 +139,7 @@ def _written(text: str, unit: str) -> float:
     # without a word the number is in the question's own unit
     given = _SPELT.get(word, word) or unit
     is_known = any(given in scales for scales in _SCALES.values())
+    # "messages" is a word, "MB/s" is none
     is_word = given.replace("_", "").isalpha()
     if not unit and is_word and not is_known:
         given = ""  # "37 messages" answers how many there are

@@ -92,6 +92,7 @@ class Training:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest of the ranks' values: what they decide by it, they decide alike."""
+        # int64, so that bytes stay exact
         most = torch.tensor(value)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)

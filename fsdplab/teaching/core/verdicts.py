@@ -194,6 +194,7 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
     """Return how a tensor differs: its shape, its dtype, or the first element that does."""
     if not _is_tensor(got):
         return _type_difference(expected, got, name)
+    # the shape first, since values of another shape cannot be compared
     for problem in ("shape", "dtype"):
         want, have = getattr(expected, problem), getattr(got, problem)
         if want != have:
@@ -222,6 +223,7 @@ def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name:
     """Return how a dict differs: in its keys, or in the first item that does."""
     if not isinstance(got, dict):
         return _type_difference(expected, got, name)
+    # keys first: a missing one would be a KeyError below
     expected_keys, got_keys = list(map(str, sorted(expected))), list(map(str, sorted(got)))
     if expected_keys != got_keys:
         return Difference(name, "keys", ", ".join(expected_keys), ", ".join(got_keys))
@@ -236,6 +238,7 @@ def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -
     """Return how a list or tuple differs: in its length, or in the first item that does."""
     if not isinstance(got, (list, tuple)):
         return _type_difference(expected, got, name)
+    # lengths first: the items of a longer list would be compared with others' places
     if len(expected) != len(got):
         return Difference(name, "length", f"{len(expected)} items", f"{len(got)} items")
     for place, (expected_item, got_item) in enumerate(zip(expected, got, strict=True)):

@@ -168,6 +168,7 @@ def zero2(trainer: Trainer, way: Way) -> None:
 
 def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
     """Make pairs (parameter, this rank's rows) and an optimizer of the rows only; return the learner's reduce_rows."""
+    # the learner's three functions, or the references
     rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
     for parameter in trainer.model.parameters():
         # such as rows 2 to 4 of 6, on rank 1 of 3
@@ -232,6 +233,7 @@ def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
     twins: dict[str, Twin] = {}  # by optimizer
     for way in payload["ways"]:
         name = way["optimizer"]
+        # one twin for each optimizer, whatever the ways are
         if name not in twins:
             twins[name] = _twin(build_model(model), text, steps, name)
     return [_train(build_model(model), way, text, steps, twins[way["optimizer"]]) for way in payload["ways"]]

@@ -266,6 +266,7 @@ def bandwidth_figure(measured: Bandwidth) -> go.Figure:
         ends.append(f"{kind} {_rate(at_largest[kind])}")
     # the title compares the fastest collective's largest message with its smallest
     best = max(at_largest, key=lambda kind: at_largest[kind])
+    # small messages show latency, large ones bandwidth
     smallest = min(by_kind[best], key=lambda timing: timing.nbytes)
     least = f"{_rate(smallest.busbw)} at {size(smallest.nbytes)}"
     largest = size(measured.largest)

@@ -97,6 +97,7 @@ class Cost:
 def costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> list[Cost]:
     """Return the costs of one message a gradient, of buckets of `bucket_MB`, and of one message for all."""
     sizes, start = gradient_sizes(model), start_us * 1e-6
+    # a bucket leaves once it holds so many bytes: with 0 each gradient leaves by itself
     limits = {"one a gradient": 0.0, f"buckets of {bucket_MB:g} MB": bucket_MB * 1e6, "one for all": sum(sizes)}
     choices = []
     for name, limit in limits.items():

@@ -67,6 +67,7 @@ class MiniUnit:
 
         RuntimeError where there is none.
         """
+        # frozen parameters of a unit never have a gradient
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         # without this a second call would return zeros
         if all(parameter.grad is None for parameter in trained):
@@ -155,6 +156,7 @@ class MiniFSDP:
         def called(*given: Any, **named: Any) -> Any:
             arguments = given
             if named:
+                # names of arguments are the learner's own: their order is what counts
                 arguments = parameters.bind(*given, **named).args
             require_arguments(unit, name, arguments)
             with WireLog() as wire:
@@ -178,6 +180,7 @@ class MiniFSDP:
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """Return every parameter of the model, whole: unsharded a unit at a time."""
         for unit in self.units:
+            # all units at once, as nothing is trained meanwhile
             self.parts.unshard(unit.mine, unit.whole)
         values = {name: parameter.detach().clone() for name, parameter in self._named}
         for unit in self.units:

@@ -427,6 +427,7 @@ def choices_figure(
         f"{name} {size(choice.peak)} with {choice.collectives} collectives" for name, choice in plans.items()
     )
     alt = f"Bars of unsharded bytes: {bars}."
+    # the level that a learner's own choice must stay under
     if target:
         alt = f"{alt} Target {size(target)}."
     title = _choices_title(plans, target, names_last=bool(more))

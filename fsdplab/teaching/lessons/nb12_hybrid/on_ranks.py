@@ -85,6 +85,7 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
     """Return the ledger of one forward and backward; where a row is one rank, the replicas' link is the only one."""
     blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
+    # a row of one rank shards nothing, and its only messages are between rows
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
     with collectives() as seen:
         model(torch.ones(1, WIDTH)).sum().backward()

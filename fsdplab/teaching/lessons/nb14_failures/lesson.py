@@ -135,6 +135,7 @@ def losses_figure(seen: Seen) -> go.Figure:
     with_a_loss = len(means) - means.count(None)
     title = f"{with_a_loss} of {len(twin) or job.STEPS} steps have a loss"
     drift = job.drift(seen)
+    # infinite where a loss is not finite, and then the number of losses is the title
     if drift is not None and drift != float("inf"):
         title = f"Losses differ from the twin's by at most {drift:.1e} of them"
     alt = f"Two lines over {len(twin)} steps: the ranks' mean loss, and the twin's. {title}."

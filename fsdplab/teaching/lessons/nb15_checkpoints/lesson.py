@@ -149,6 +149,7 @@ def losses_figure(job: Job, uninterrupted: Job) -> go.Figure:
     figure.update_yaxes(title_text="loss")
 
     times_computed = Counter(row["step"] for row in job.losses())
+    # steps after the newest checkpoint, which were lost and computed again
     twice = sorted(step for step, times in times_computed.items() if times > 1)
     again = "no step was computed twice"
     if twice:

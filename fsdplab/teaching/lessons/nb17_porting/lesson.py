@@ -284,6 +284,7 @@ def hugging_face() -> dict[str, Any]:
     absent = missing()
     if absent:
         seen = dict(json.loads(RECORDED.read_text(encoding="utf-8")))
+        # stands in captions in place of "Measured"
         seen["recorded"] = f"{', '.join(absent)} not installed here: this was recorded"
         return seen
     with tempfile.TemporaryDirectory() as folder:

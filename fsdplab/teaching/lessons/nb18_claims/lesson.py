@@ -137,6 +137,7 @@ def again() -> Table:
         for phase_and_kind, number in here["collectives"].items():
             phase, kind = phase_and_kind.split()
             kinds.append(f"{number} {kind}s in the {phase}")
+        # bytes and collectives follow from the code, and are the same on every machine
         is_same = all(here[what] == recorded[what] for what in ("bytes", "collectives"))
         rows.append([name, f"{here['bytes'] / 1e6:.2f}", ", ".join(kinds), "the same" if is_same else "other"])
     header = ["strategy", "MB sent", "collectives", "as in the record"]

@@ -188,6 +188,7 @@ def _dear(planned: Plan) -> str:
     if planned.spec.checkpointing == "full":
         return "full checkpointing computes every forward twice, and all of it is paid for"
     share = 0.0
+    # where the card's FLOP/s are known
     if planned.time:
         share = planned.time.exposed_s / planned.time.step_s
     return (

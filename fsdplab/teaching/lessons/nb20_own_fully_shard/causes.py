@@ -97,6 +97,7 @@ _AT_USE = {
 def _at_use(got: Facts, right: Facts) -> str:
     """Return the likely cause of wrong values while a unit computes."""
     wrong = got[seen.AT_USE]
+    # the first name decides: later ones may follow from it
     cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[seen.REORDERED])
     # wrong in the first use already; values that are wrong only later may be old ones
     first = "forward 1" in wrong[0] or "step 0" in wrong[0]
@@ -119,6 +120,7 @@ def _not_again(got: Facts, right: Facts) -> str:
 def _gathers(got: Facts, right: Facts) -> str:
     """Return the likely cause of too many or too few all-gathers."""
     number = got[seen.GATHERS]
+    # fewer than needed
     if number < 0:
         return (
             f"{-number} fewer than needed: a unit was not unsharded again for its backward, so it stayed in memory,"
