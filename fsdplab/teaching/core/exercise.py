@@ -198,7 +198,7 @@ def _question(id: str, parts: list[str], names: str) -> Question:
         # `right` in a slip's expression is the question's own number, such as `0.25 * right`
         return Slip(cause, lambda it: wrong(it, expected(it)))
 
-    # `it` is there only once a run or a measurement is: without it the number is known now
+    # an expression with `it` needs a run or a measurement, any other is a number now
     is_about_data = "it" in compile(right[1], right[1], "eval").co_names
     first, second, third = hints
     return Question(

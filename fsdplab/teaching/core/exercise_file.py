@@ -260,8 +260,8 @@ class Exercise:
     def complaints(self) -> list[str]:
         """Return what the file lacks, a line each."""
         try:
-            # a stub with a gap must be Python too, since its cell is run as it was given
             module = self.module()
+            # a stub with a gap must be Python too, since its cell is run as it was given
             for source in (self.stub, self.reference):
                 compile(source, str(self.path), "exec")
         except ExerciseError as error:
@@ -272,8 +272,8 @@ class Exercise:
         # a nudge, a pointer, nearly the solution
         if len(self.hints) != 3:
             complaints.append(f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}")
-        # a stage only checks, the function stands in the exercise that it is a stage of
         needed_functions = ["cases"]
+        # a stage has checks alone: its function is defined in the exercise that it is a stage of
         if not self.is_stage:
             needed_functions.insert(0, self.function)
         for name in needed_functions:

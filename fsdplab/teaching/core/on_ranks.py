@@ -166,7 +166,7 @@ def _give_up(seconds: float, path: str) -> None:
     """Report the main thread's current line as an uncaught error, which ends the rank."""
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
-    # the main thread hangs inside a collective, so this thread reads its stack
+    # the main thread hangs, in a collective or a loop, so this thread reads its stack
     where = waited(seconds, path, sys._current_frames()[main])
     error: StillWaiting | LeftUnfinished
     if where:
