@@ -241,7 +241,7 @@ def bucket_figure(runs: Sequence[Run]) -> go.Figure:
     figure.update_yaxes(title="kB", range=[0, 1.12 * most])
 
     first, last = senders[0], senders[-1]
-    # the last bucket, which is sent only after backward
+    # what the last run sends only after backward
     unsent = last.payload - last.sent[-1]
     rest = size(unsent) if unsent else "nothing"
     title = f"{last.collectives} messages instead of {first.collectives}; {rest} left after backward"

@@ -171,7 +171,7 @@ def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
     # the learner's three functions, or the references
     rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
     for parameter in trainer.model.parameters():
-        # such as rows 2 to 4 of 6, on rank 1 of 3
+        # such as 2 and 4, for rank 1 of 3 and 6 rows
         start, stop = rows_of(len(parameter), dist.get_rank(), dist.get_world_size())
         # a view: what is stepped in the rows is in the whole parameter, too
         trainer.pairs.append((parameter, nn.Parameter(parameter.detach()[start:stop])))
