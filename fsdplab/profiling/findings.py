@@ -116,7 +116,7 @@ def _worth_saying(facts: StepFacts, claimed: Sequence[Finding]) -> list[Finding]
             hints.append(finding)
         else:
             parts.append(finding)
-    # the last place is for the memory's peak
+    # the last place is for what is left out, where that must be said
     shown = [*_faults_in_order(faults), *hints, *_parts_in_order(parts)][: MOST - 1]
 
     others = []
