@@ -30,6 +30,7 @@ class CoreWaitLog:
     def note(self) -> None:
         """The present instant ends what went on before it."""
         if self._file is not None:
+            # /proc's schedstat: ns on a core, ns waiting for one, times that it ran
             self._notes.append((time.time_ns(), int(os.pread(self._file, 64, 0).split()[1])))
 
     def close(self) -> Intervals:
@@ -69,6 +70,7 @@ def waits_between(notes: list[tuple[int, int]]) -> Intervals:
     if len(notes) < 2:
         return EMPTY
     instants, waited = np.array(notes, dtype=np.int64).T
+    # the kernel's clock and ours differ a little: a wait is no longer than its stretch
     lasted = np.minimum(np.diff(waited), np.diff(instants))
     spans = np.stack([instants[1:] - lasted, instants[1:]], axis=1)
     return spans[lasted >= _LEAST_NS]

@@ -61,5 +61,6 @@ def _breakdown(facts: StepFacts) -> str:
     for name, part_ns in parts:
         if part_ns >= _WORTH_LISTING * worst.step_ns:
             listed.append(f"{name} {percent(part_ns / worst.step_ns)}")
+    # only the first part says of what it is a part
     first, *others = listed or ["computing takes all"]
     return ", ".join([f"{first} of it", *others])

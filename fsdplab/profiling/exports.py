@@ -66,6 +66,7 @@ def export_tensorboard(record: RunRecord, folder: str | Path) -> Path:
     run = Path(folder) / record.path.name
     run.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(run / "provenance.txt", _are_marks)
+    # the plugin shows the files of one time, in milliseconds, together
     taken = int(min(file.stat().st_mtime for file in traces.values()) * 1000)
     for rank, file in traces.items():
         ending = ".pt.trace.json.gz" if is_gzipped(file) else ".pt.trace.json"
@@ -139,6 +140,7 @@ def export_csv(record: RunRecord, folder: str | Path) -> list[Path]:
 
 def _write_csv(file: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
     """Write those of the columns that the rows have."""
+    # records of earlier versions lack columns
     known = [name for name in columns if not rows or name in rows[0]]
     with file.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.DictWriter(opened, known, lineterminator="\n")
@@ -168,6 +170,7 @@ def _refuse_foreign(file: Path, is_own: Callable[[str], bool]) -> None:
         return
     try:
         with gzip.open(file) if is_gzipped(file) else file.open("rb") as there:
+            # an export has its mark at the beginning
             own = is_own(there.read(4096).decode(errors="replace"))
     except (OSError, EOFError, zlib.error):
         own = False
@@ -222,6 +225,7 @@ def merge_traces(
     ranks: dict[int, _Clocked] = {}
     for rank, path in sorted(traces.items()):
         ranks[rank] = _clocked(path, ahead.get(rank, 0))
+    # the earliest event of any rank is instant 0 of the merged trace
     origin = min(clocked.first for clocked in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,7 @@ def _of_engine(facts: StepFacts) -> list[Row]:
     of_units = [row for row in rows if row["unit"]]
     if of_units:
         return of_units
+    # of 10 all-reduces, of which the loop calls 2 itself, the 8 largest are the engine's
     own_left: Counter[str] = Counter()
     for name, activity in _own(facts).items():
         own_left[name.removeprefix("own ")] = round(activity.count)
@@ -58,6 +59,7 @@ def _of_engine(facts: StepFacts) -> list[Row]:
 def _own(facts: StepFacts) -> dict[str, Activity]:
     """The collectives that the loop calls itself in each step."""
     own = {name: activity for name, activity in facts.activities.items() if name.startswith("own ")}
+    # full_tensor gathers: of a norm or a loss it is counted here, of a whole model it is the fault `state_dict`
     scalars = facts.activities.get("full_tensor")
     if scalars is not None and not is_state(scalars):
         own["own full_tensor"] = scalars
@@ -79,6 +81,7 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     reductions = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
     if times < 2 or not reductions:
         return None
+    # the same unit, kind and bytes once a micro-batch: one reduction that is repeated
     counts = Counter((row["unit"], row["kind"], row["logical_bytes"]) for row in reductions)
     often_bytes = 0
     for (_, _, nbytes), count in counts.items():
@@ -87,6 +90,7 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     total_bytes = sum(row["logical_bytes"] for row in reductions)
     if 2 * often_bytes <= total_bytes:
         return None
+    # bytes that each rank puts on the link; of 4 micro-batches 3 of 4 are avoidable
     ranks = facts.spec.get("world_size") or 2
     sent = sum(row["logical_bytes"] * bus_factor(row["kind"], row.get("group_size") or ranks) for row in reductions)
     avoidable = (times - 1) / times
@@ -99,6 +103,7 @@ def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | Non
     """Claim collectives of the loop's own in each step, without the gradients of a job that has no engine."""
     own = _own(facts)
     if facts.spec.get("engine") == "plain":
+        # such a job reduces its gradients itself, in large messages; small ones are of something else
         own = {name: activity for name, activity in own.items() if activity.nbytes <= SMALL_BYTES * activity.count}
     if not own:
         return None
@@ -109,6 +114,7 @@ def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | Non
         "blocked": seconds(blocked),
         "which": longest.removeprefix("own "),
     }
+    # exposed time where the trace shows it, else a cost of the step that no other finding shares
     rank = own[longest].rank
     claimed = _claim_own(left, {name.removeprefix("own ") for name in own}, blocked)
     if claimed:
@@ -146,6 +152,7 @@ def _without_own(facts: StepFacts) -> str:
     ways = []
     if any("barrier" in name for name in own):
         ways.append("Take the barrier out: a collective waits for its ranks by itself, and nothing else needs one.")
+    # weights or batches, where small broadcasts are flags and figures
     large = [name for name, activity in own.items() if "broadcast" in name and activity.nbytes > SMALL_BYTES]
     if large:
         ways.append(
@@ -166,6 +173,7 @@ def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     small = [row for row in rows if row["logical_bytes"] < SMALL_BYTES]
     if len(small) < MANY or len(small) < SMALL_PART * len(rows):
         return None
+    # all collectives of these units, since they vanish with the unit: its gathers and its reduction
     units = {row["unit"] for row in small}
     cost = _exposed(left, lambda cell: cell.unit in units)
     values = {
@@ -182,10 +190,12 @@ def _small_buckets(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
     times = micro_batches(facts)
+    # all-reduces of one backward
     buckets = len(rows) / times
     if not bucket or bucket >= BUCKET_BYTES or buckets < MANY / 2:
         return None
     total = sum(row["logical_bytes"] for row in rows) / times
+    # of 10 buckets 9 could be spared: what the last one takes stays
     cost = _exposed(left, lambda cell: cell.kind == "all_reduce", 1 - 1 / buckets)
     values = {
         "count": round(buckets),
@@ -200,9 +210,11 @@ def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim the all-reduce of DDP where its buckets are set so large that one holds all gradients."""
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
+    # one bucket means one all-reduce for each backward
     if not bucket or bucket <= USUAL_BUCKET or len(rows) != micro_batches(facts):
         return None
     total = rows[0]["logical_bytes"] or 0
+    # the gradients of so small a model fit into PyTorch's first bucket too
     if total < FIRST_BUCKET:
         return None
     cost = _exposed(left, lambda cell: cell.kind == "all_reduce")
@@ -237,6 +249,7 @@ def _needless_resharding(kind: str, facts: StepFacts, left: Unclaimed) -> Fact |
     """Claim backward gathers where all units unsharded would hardly raise the peak."""
     gathers = [row for row in _of_engine(facts) if row["kind"] == "all_gather" and row["unit"]]
     again = sum(row["logical_bytes"] for row in gathers if row["phase"] == "backward")
+    # by unit, since a unit that is gathered twice is in memory once
     bytes_of_units = {row["unit"]: row["logical_bytes"] for row in gathers}
     whole = sum(bytes_of_units.values())
     peak = facts.record.summary.peak_memory_bytes.total
@@ -252,6 +265,7 @@ def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     peak = facts.record.summary.peak_memory_bytes
     kept = peak.split.get("unsharded_parameters", 0)
     strategy = STRATEGY_ROWS.get(facts.spec.get("strategy") or "")
+    # sharded parameters that are gathered once: zero1 and zero2 have whole ones, and nothing to reshard
     keeps_gathered = strategy is not None and strategy.can_offload and not strategy.reshards_after_forward
     if not keeps_gathered or not facts.spec.get("job") or not peak.total:
         return None
@@ -263,10 +277,12 @@ def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 def _full_messages(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim half of what is sent in fp32, though products are computed in a short type."""
+    # a communication hook of DDP may already send a shorter type
     short = facts.observed.get("autocast")
     if not short or short == "float32" or facts.spec.get("precision") != "fp32" or facts.observed.get("has_comm_hook"):
         return None
     sent = facts.record.summary.comm.bytes_per_step
+    # 2 bytes an element instead of 4
     cost = _exposed(left, lambda cell: cell.kind in (*REDUCTIONS, "all_gather"), 0.5)
     return Fact(kind, cost, values={"short": short, "sent": f" ({size(sent)} a step)" if sent else ""})
 

@@ -38,6 +38,7 @@ def findings(record: RunRecord) -> list[Finding]:
     prefetch=0 on a slow link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
     """
     facts = step_facts(record)
+    # memory is no time, so its rule claims apart from the others
     peak = _claimed((PEAK,), facts)
     if record.summary.short_of_cores:
         return [*_without_times(facts)[: MOST - 1], *_claimed((_SHORT_OF_CORES,), facts), *peak]
@@ -65,6 +66,7 @@ def _claimed(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
     left = Unclaimed(facts.cells)
     claimed: list[Finding] = []
     for rule in rules:
+        # a cause that is found already explains this one
         if any(finding.kind in rule.unless for finding in claimed):
             continue
         fact = rule.claims(rule.kind, facts, left)
@@ -86,6 +88,7 @@ def _without_times(facts: StepFacts) -> list[Finding]:
 
 def _outlasts_waits(finding: Finding, facts: StepFacts) -> bool:
     """Whether a rank delays a step for longer than it waited for a core: then the delay is not the machine's."""
+    # seconds a step that each rank waited for a core, by its number as text
     waits = facts.observed.get("core_wait_s")
     waited = waits.get(str(finding.rank)) if isinstance(waits, dict) else None
     if waited is None:
@@ -113,12 +116,14 @@ def _worth_saying(facts: StepFacts, claimed: Sequence[Finding]) -> list[Finding]
             hints.append(finding)
         else:
             parts.append(finding)
+    # the last place is for what is left out, where that must be said
     shown = [*_faults_in_order(faults), *hints, *_parts_in_order(parts)][: MOST - 1]
 
     others = []
     for finding in claimed:
         if finding.of == "exposed" and finding.seconds > 0 and finding not in shown:
             others.append(finding)
+    # what is not shown is summed up, unless it is too little to be missed
     rest = sum(finding.seconds for finding in others)
     if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
         return shown
@@ -140,6 +145,7 @@ def _parts_in_order(parts: Sequence[Finding]) -> list[Finding]:
     slow_link = [finding for finding in by_cost if finding.kind == "slow_link"]
     if not slow_link:
         return others
+    # behind the costlier findings, but before the first that a schedule could mend
     place = 0
     for finding in others:
         if finding.kind in OF_THE_SCHEDULE or finding.seconds < slow_link[0].seconds:

@@ -37,6 +37,7 @@ def micro_batches(facts: StepFacts) -> int:
     backward = facts.activities.get("backward")
     if backward is None:
         return 1
+    # means over all steps: 4 backwards in every second step are a count of 2, regular in 0.5 of them
     return max(1, round(backward.count / max(backward.regular, 0.01)))
 
 
@@ -60,6 +61,7 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
             activity = _in_most_steps(facts, name)
             if activity is not None:
                 done[name] = activity
+        # a norm or a loss, which the fault `own_collectives` names
         if "full_tensor" in done and not is_state(done["full_tensor"]):
             del done["full_tensor"]
         if not done:
@@ -107,6 +109,7 @@ def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         others += times  # what it checks of each loss
     if facts.observed.get("find_unused_parameters"):
         others += times * (facts.observed.get("parameters") or 0)  # DDP's map of what was used
+    # of the steps that read at all
     count = round(reads.count / reads.regular) - others
     many = MANY_READS if times == 1 else max(MANY_READS - 1, times)
     if count < many:
@@ -132,6 +135,7 @@ def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
         return None
     clipping = facts.activities.get("clipping")
+    # the norms of a usual call are no fault
     of_clipping = NORMS_OF_CLIPPING * clipping.count if clipping else 0.0
     return _one_by_one(kind, facts, "norm", besides=of_clipping)
 
@@ -155,6 +159,7 @@ def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     nodes = facts.activities.get("graph")
     if dropped is None or nodes is None:
         return None
+    # both by nodes and by time: a few metrics have nodes too, and take no time
     is_large = dropped.count >= max(MANY, DROPPED * nodes.count)
     if not is_large or dropped.seconds < DROPPED * nodes.seconds:
         return None
@@ -168,6 +173,7 @@ def _idle_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if backward is None or backward.regular > NEARLY_ALL or backward.regular * MANY < 1:
         return None
     cost = facts.optimizer.seconds if facts.optimizer is not None else 0.0
+    # a backward in every fourth step: 4 steps of the optimizer each, 75 % of them without new gradients
     values = {"times": round(1 / backward.regular), "without": percent(1 - backward.regular)}
     return Fact(kind, cost, "step", values=values)
 
@@ -203,6 +209,7 @@ def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     peak = facts.record.summary.peak_memory_bytes.total or 0
     for rank, rows in grouped(after, itemgetter("rank")).items():
         held = [row["nbytes"] for row in sorted(rows, key=itemgetter("step"))]
+        # steady growth, and enough of it: a cache that fills up grows for a few steps, and allocators scatter
         more = [later - earlier for earlier, later in pairwise(held)]
         growing_steps = sum(growth > 0 for growth in more)
         if len(more) < MANY or growing_steps < GROWING * len(more):
@@ -225,6 +232,7 @@ def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | N
     parameters = facts.observed.get("parameters") or 0
     if not facts.observed.get("optimizer_loops") or parameters < MANY or optimizer is None:
         return None
+    # a loop that costs next to nothing is worth a word only where somebody asked for it
     if optimizer.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
         return None
     values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
@@ -236,6 +244,7 @@ def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
     threads = int(facts.observed.get("threads") or 0)
     cores = int(facts.observed.get("cores") or 0)
     ranks = int(facts.observed.get("ranks_of_a_node") or 0)
+    # up to half more threads than cores are no fault
     has_enough = 2 * threads * ranks <= 3 * cores
     if facts.record.environment.get("device") != "cpu" or threads < 2 or has_enough:
         return None
@@ -264,6 +273,7 @@ def _device_memory(facts: StepFacts) -> float | None:
     gpus = facts.record.environment.get("gpus")
     if isinstance(gpus, list) and gpus:
         return float(gpus[0].get("memory_bytes") or 0) or None
+    # the ranks of a node share its memory
     cpu = facts.record.environment.get("cpu") or {}
     of_machine = cpu.get("memory_bytes")
     if not of_machine:
@@ -285,11 +295,13 @@ def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     means = by_rank(facts.cpu_s)
     if len(means) < 2 or facts.record.environment.get("device") != "cpu":
         return None
+    # CPU time of all threads: a rank that waits uses none, so the one that uses most has the work
     rank = max(means, key=means.__getitem__)
     own, others = beside(facts.cpu_s, rank)
     steps = {step for of_rank, step in facts.cpu_s if of_rank == rank}
     if own < MORE_WORK * others or len(steps) < MANY:
         return None
+    # in nearly every step, not in a few that were long by chance
     longer_steps = sum(ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps)
     if longer_steps < NEARLY_ALL * len(steps):
         return None

@@ -126,6 +126,7 @@ def memory_snapshot(path: Path | None, device: torch.device) -> Iterator[None]:
     if path is None or device.type != "cuda":
         yield
         return
+    # Python's stacks alone: those of C++ take long to look up
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python", device=device)
     try:
         yield

@@ -57,6 +57,7 @@ class Rule:
 
     def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
         """Put a fact into the rule's words."""
+        # the fact's own values win over the words that every finding has
         words: dict[str, Any] = {
             **facts.words,
             "seconds": seconds(fact.seconds),
@@ -67,6 +68,7 @@ class Rule:
         }
         title = self.title.format(**words).strip()
         text = self.text.format(**words).strip()
+        # a remedy that depends on the run is made by a function, and has no braces
         remedy = self.remedy(facts) if callable(self.remedy) else self.remedy.format(**words)
         return Finding(**vars(fact), title=title, text=text, remedy=remedy, is_fault=self.is_fault)
 
@@ -96,6 +98,7 @@ def of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
         return None
     whole = cell.exposed_ns / 1e9
     name = _collective(cell)
+    # "alone" with the cell's own exposed time, where this claim took all of it
     is_all_of_it = claim.of_cell > 0.99 * whole
     where = f"{name} alone {seconds(whole)}" if is_all_of_it else f"most at {name}"
     return Fact(kind, claim.seconds, unit=cell.unit, phase=cell.phase, values={"where": where, "at": name, **values})

@@ -54,6 +54,7 @@ class Activity:
         """The means over these steps of rows of the table `activities`."""
         of_steps = [row for row in rows if row["step"] in set(steps)]
         number = max(1, len(steps))
+        # 3 calls in one of 4 steps: `count` is 0.75, `regular` is 0.25
         took_ns = sum(row["took_ns"] for row in of_steps) / number
         return cls(
             rank=rank,
@@ -102,6 +103,7 @@ class StepFacts:
         by_name: dict[str, list[Activity]] = defaultdict(list)
         by_name_and_rank = grouped(self.record.table("activities"), itemgetter("name", "rank"))
         for (name, rank), rows in by_name_and_rank.items():
+            # what is read off a trace is known of profiled steps only, everything else is counted in each step
             steps = self.steps if name in TRACED else self._steps_of(rank)
             by_name[name].append(Activity.of(rank, rows, steps))
         longest = {}
@@ -115,6 +117,7 @@ class StepFacts:
         profiled = set(self.steps)
         cpu_s = {}
         for row in self.record.table("steps"):
+            # profiling takes CPU time of its own
             is_timed = row["step_time_s"] is not None and row["step"] not in profiled
             if is_timed and row.get("cpu_s") is not None:
                 cpu_s[row["rank"], row["step"]] = row["cpu_s"]
@@ -191,6 +194,7 @@ class StepFacts:
         """The collectives of rank 0's last step in the ledger; without one, those that its trace tells in bytes."""
         rows = [row for row in self.record.table("ledger") if row["rank"] == 0]
         if not rows:
+            # an imported trace has no ledger
             traced = self.record.table("collectives")
             rows = [row for row in traced if row["rank"] == 0 and row.get("logical_bytes")]
         last = max((row["step"] for row in rows), default=0)
@@ -238,6 +242,7 @@ class StepFacts:
         On an emulated link with one queue, gathers and reductions could travel side by side: then the longer of the two
         counts.
         """
+        # what computing could hide at best is as long as the computing itself
         moving = self.longer_kind_s if self.one_queue else self.link_s
         return max(0.0, min(moving, self.link_s) - self.busy_s)
 
@@ -265,7 +270,9 @@ class StepFacts:
         link = self.record.summary.link
         if link and link.bytes_per_s:
             emulated_bytes = sum(row["wire_bytes"] for row in rows if row["emulated"])
+            # what remains of the link's time once the bytes have passed at its bandwidth
             return self._carried_s - emulated_bytes / link.bytes_per_s
+        # of large messages the bytes take the time; of a few, the quickest may have been quick by chance
         if len(rows) < _ENOUGH or statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
         # of small messages the quickest one is all latency, and the others have as much of it
@@ -282,6 +289,7 @@ def step_facts(record: RunRecord) -> StepFacts:
         raise ValueError(
             "findings need a profiled run, and this record has no profiled step; run it again with --profile 2"
         )
+    # a record of traces has no other steps than the profiled ones, so there is nothing to scale to
     timed = record.summary.step_time_s.median if record.summary.traces is None else None
     scale = _scale(record, worst, timed)
     exposed = [row for row in record.table("exposed") if row["rank"] == worst.rank]
@@ -290,6 +298,7 @@ def step_facts(record: RunRecord) -> StepFacts:
     for row in breakdown:
         key = row["rank"], row["step"]
         compute_s[key] = row["compute_ns"] / 1e9
+        # what a rank spends on itself; exposed time may be spent waiting for others
         own_s[key] = (row["step_ns"] - row["exposed_ns"]) / 1e9
     return StepFacts(
         record=record,
@@ -308,10 +317,12 @@ def _scale(record: RunRecord, worst: StepSummary, timed: float | None) -> float:
     blocked = record.summary.comm.blocked_s
     if timed is None or not worst.exposed_ns:
         return 1.0
+    # no ledger: exposed time is taken to shrink as the step does
     if blocked is None:
         return min(1.0, timed * 1e9 / worst.step_ns)
     # the timed steps tell for how long the host was blocked; packing is exposed too, though the host works at it
     packing = sum(row["packing_ns"] for row in record.table("collectives") if row["rank"] == worst.rank)
+    # `packing` is of all profiled steps, `blocked` of one step
     exposed_ns = blocked * 1e9 + packing / worst.steps
     return min(1.0, exposed_ns / worst.exposed_ns)
 
@@ -410,6 +421,7 @@ class Unclaimed:
         share = min(1.0, max(0.0, at_most) / total)
         if not share:
             return Claim()
+        # the finding's sentence names this collective
         most = max(claimable, key=lambda index: left[index])
         claim = Claim(share * total, self._cells[most], share * left[most])
         for index in claimable:

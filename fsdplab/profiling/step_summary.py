@@ -61,6 +61,7 @@ class StepSummary:
         return self.overlapped_ns / self.communication_ns if self.communication_ns else None
 
 
+# all but rank and steps, which are no means
 _NAMES = tuple(each.name for each in fields(StepSummary))[2:]
 
 
@@ -71,6 +72,7 @@ def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
 
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
+    # columns that records of earlier versions lack stay None
     known = [name for name in _NAMES if all(row.get(name) is not None for row in rows)]
     means = {name: fmean(row[name] for row in rows) for name in known}
     if "waiting_ns" in means:  # records from before `no_core_ns` have the other three parts
@@ -126,6 +128,7 @@ class ExposedCell:
         """
         parts = {"waiting_for_peer": self.waiting_ns, "copying": self.copying_ns, "no_core": self.no_core_ns}
         for name, part in parts.items():
+            # more than half of it
             if 2 * part > self.exposed_ns:
                 return name
         return self.cause
@@ -143,6 +146,7 @@ def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
 
 def _cell(label: tuple[str, str, str], rows: Sequence[Row], steps: int) -> ExposedCell:
     """The mean of rows of one unit, phase and kind."""
+    # the cause of the whole is the one with most exposed time behind it
     by_cause: Counter[str] = Counter()
     for row in rows:
         by_cause[row["cause"]] += row["exposed_ns"]
@@ -161,6 +165,7 @@ def _parts(row: Row) -> list[int]:
     """By `PARTS_OF_EXPOSED`; by the cause alone in records of earlier versions."""
     if row.get("waiting_ns") is not None:
         return [row.get(name) or 0 for name in PARTS_OF_EXPOSED]
+    # (on the link, copying, waiting, without a core): all of it is what the cause says
     if row["cause"] == "waiting_for_peer":
         return [0, 0, row["exposed_ns"], 0]
     return [row["exposed_ns"], 0, 0, 0]
@@ -192,9 +197,11 @@ class OptimizerStep:
 
 def optimizer_step(tables: Mapping[str, Iterable[Row]], rank: int) -> OptimizerStep | None:
     """The phase of a rank, mean of its profiled steps; None without a profiled step, or where nothing shows it."""
+    # the profiled steps of the rank
     steps = {row["step"] for row in tables.get("breakdown", ()) if row["rank"] == rank}
     if not steps:
         return None
+    # computing of the phase, from the timeline; the optimizer's exchange that it did not hide, from `exposed`
     computed_ns = 0
     for row in tables.get("timeline", ()):
         is_of_phase = row["lane"] == "compute" and row["phase"] == PHASE

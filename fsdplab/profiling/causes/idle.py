@@ -79,6 +79,7 @@ def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report idle time of which this kind is the largest cause; for `idle` it is unknown."""
     by_column = facts.idle_s or {"rest_ns": facts.other_s}  # a record of before does not tell
     causes = {name: by_column.get(column, 0.0) for name, column in _IDLE_COLUMNS.items()}
+    # a rule for each cause, of which only that of the largest one reports
     if kind != max(causes, key=causes.__getitem__) or facts.other_s < IDLE * facts.step_s:
         return None
     others = []

@@ -27,6 +27,7 @@ ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
 
 def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim what even a perfect schedule would leave exposed."""
+    # latency is the units' fault and not the link's, and `tiny_units` claims it
     most = facts.excess_s - facts.latency_s
     if most <= 0 or not facts.busy_s:  # nothing was computed: no schedule would hide anything
         return None
@@ -64,6 +65,7 @@ def _link(record: RunRecord) -> str:
 
 def _faster_link(facts: StepFacts) -> str:
     """The remedies of a slow link: more work a step, or fewer bytes."""
+    # micro-batches help where gradients are reduced once a step, whatever their number
     more_work = facts.words["larger_batch"]
     if facts.spec.get("strategy") in _REDUCED_ONCE:
         more_work += ", or more micro-batches"
@@ -112,6 +114,7 @@ def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     communication = facts.communication_s
     if not communication or latency < LATENCY_BOUND * communication:
         return None
+    # of latency as much is taken to be exposed as of all communication
     exposed_part = min(1.0, facts.exposed_s / communication)
     claim = left.claim("on_link_ns", at_most=latency * exposed_part)
     if claim.cell is None:

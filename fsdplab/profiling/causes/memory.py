@@ -19,6 +19,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     total = sum(split.values())
     if not total:
         return None
+    # the remedies are those of the category with most bytes
     category = max(split, key=split.__getitem__)
     besides = ""
     if summary.workspace_bytes:
@@ -52,6 +53,7 @@ def ways_to_lower(spec: Mapping[str, Any], category: str) -> str:
     shard_state = words["shard_further" if "optimizer" in sharded else "shard_state"]
     shard_gradients = words["smaller_units" if "gradients" in sharded else "shard_gradients"]
     shard_parameters = words["shard" if "parameters" in sharded else "shard_more"]
+    # by the largest category; "" is a way that the run follows already, or that its engine does not have
     ways = {
         "activations": (recompute, smaller_batch, words["shorter"]),
         "optimizer_state": (shard_state, offload_state),

@@ -40,6 +40,7 @@ def _long_step(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     steps = len(facts.steps)
     if steps < 3:
         return None
+    # the median of a rank's own steps, so that a rank that is slow in all of them has no long one
     usual = {rank: statistics.median(of_step.values()) for rank, of_step in of_ranks(facts.own_s).items()}
     over: dict[tuple[int, int], float] = {}
     for (rank, step), own in facts.own_s.items():
@@ -69,6 +70,7 @@ def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if late is None or _lacked_a_core(facts):
         return None
     own, others = beside(facts.compute_s, late.rank)
+    # one step of several could be chance
     is_always_longer = all(ahead(facts.compute_s, late.rank, step) > 0 for step in facts.steps)
     if own - others < SLOW_RANK * others or not is_always_longer:
         return None
@@ -89,6 +91,7 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         "own": seconds(own),
         "others": seconds(others),
     }
+    # not all waiting is for this rank: of it no more than its lateness explains
     for_this_rank_ns = late.of_waiting(left.waiting * 1e9)
     claim = left.claim("waiting_ns", at_most=for_this_rank_ns / 1e9)
     return Fact(kind, claim.seconds, rank=late.rank, phase=late.phase, values=values)

@@ -90,6 +90,7 @@ def read_trace(
 
 def _all_nodes(roots: Sequence[_Node]) -> list[_Node]:
     """All nodes of the trees, in order of time; a tree may be deeper than Python calls functions."""
+    # a stack of our own instead of recursion
     waiting = list(roots)
     nodes = []
     while waiting:
@@ -113,6 +114,7 @@ class _Node:
         self.event: AllocatorEvent | None = None
         fields = of_tree.typed[1]
         if self._kind == _EventType.Allocation and self._here(fields):
+            # a free has a negative size, and belongs where its allocation does
             home = _home(around) if fields.alloc_size > 0 else ()
             self.event = AllocatorEvent(self.start_ns, fields.ptr, fields.alloc_size, *home)
 
@@ -129,6 +131,7 @@ class _Node:
         given = []
         for tensor in _tensors(self._of_tree.typed[1].inputs):
             if tensor.storage_data_ptr and self._here(tensor):
+                # of a view less than its storage holds: the trace does not say the storage's size
                 nbytes = math.prod(tensor.sizes) * tensor.dtype.itemsize
                 given.append((tensor.storage_data_ptr, nbytes))
         return given
@@ -185,6 +188,7 @@ def _hints(nodes: Iterable[_Node], gathers_into_parameters: bool) -> list[Tag]:
                 gathered.add(tags[0].pointer)  # the first argument is the output
                 tags[0] = replace(tags[0], category="unsharded_parameters")
             hints += tags
+        # parts that were gathered one by one become the whole parameter
         elif gathers_into_parameters and node.name == "aten::cat":
             sources = {pointer for pointer, _ in node.given}
             if sources and sources <= gathered:
@@ -232,6 +236,7 @@ def _unseen_frees(
         if block.until == NEVER and block in used_by_collectives and not is_of_ddp:
             doubtful.append(block)
     living = alive() if doubtful else set()
+    # memory that was allocated again must have been freed before
     gone = [block for block in unfreed if block.until < NEVER]
     gone += [block for block in doubtful if block.event.pointer not in living]
 
@@ -240,6 +245,7 @@ def _unseen_frees(
         ends[block] = max(ends[block], user.end_ns)
     frees = []
     for block, end in ends.items():
+        # a use that overlaps with the next allocation cannot push the free behind it
         freed_ns = min(end, block.until - 1)
         frees.append(AllocatorEvent(freed_ns, block.event.pointer, -block.event.nbytes))
     return frees
@@ -270,6 +276,7 @@ def _used_by_collectives(unfreed: Sequence[_Unfreed], nodes: Sequence[_Node], bu
 
 def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:
     """The blocks beside the operators that were given them."""
+    # an address is used again and again: the block that lives at that time is meant
     at = grouped(blocks, lambda block: block.event.pointer)
     for node in nodes if at else ():
         for pointer, _ in node.given:

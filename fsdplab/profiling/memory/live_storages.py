@@ -34,6 +34,7 @@ def _storage(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     storage = tensor.untyped_storage()
+    # devices of CUDA differ by their index, and the CPU has none
     here = storage.device
     if here.type != device.type or (device.type != "cpu" and here.index != device.index):
         return None
@@ -77,6 +78,7 @@ def cuda_blocks(snapshot: Iterable[dict[str, Any]], index: int | None) -> dict[i
     for segment in snapshot:
         if segment["device"] != index:
             continue
+        # blocks lie one behind the other in their segment
         at = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
@@ -100,6 +102,7 @@ def take_workspaces(device: torch.device) -> dict[int, int]:
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize(device)
+    # the allocator does not mark cuBLAS's blocks: they are those that vanish when it gives them back
     before = alive_now(device)
     torch._C._cuda_clearCublasWorkspaces()
     after = alive_now(device)
@@ -134,6 +137,7 @@ class WatchedStorages:
         """Record the storages that were resized to zero; nothing announces that, so call it at important instants."""
         for at, reference in self._watched.items():
             storage = reference()
+            # an engine frees by `resize_(0)`, and a storage that grows again may lie elsewhere
             if storage is not None and (not storage.nbytes() or storage.data_ptr() != at):
                 self._leave(at)
 
@@ -168,6 +172,7 @@ class Owners:
     def __init__(self, model: torch.nn.Module, optimizer: Any, engine: str, device: torch.device) -> None:
         self._model, self._engine, self._device = model, engine, device
         self._outer = self.optimizer = optimizer
+        # a wrapper holds the torch optimizer as its attribute `optimizer`, at times several deep
         while self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
             self.optimizer = getattr(self.optimizer, "optimizer", None)
 

@@ -148,6 +148,7 @@ class MemoryRecorder:
             tags += [Tag("optimizer_state", at, 0, now, "") for at in self._owners.state_addresses()]
         await_gloo_threads()
         self._profile.stop()
+        # after an exception the profile is of half a step
         if kind is None and self.save_trace is not None:
             save_trace(self._profile, self.save_trace, self.unfinished)
         if kind is None:
@@ -160,6 +161,7 @@ class MemoryRecorder:
         """Listen to the engine, the optimizer and, where gradients are offloaded, to the parameters."""
         stack = ExitStack()
         stack.callback(subscribe(self._on_event))
+        # before its step all gradients are there, and after it storages may have been resized to zero
         if (optimizer := self._owners.optimizer) is not None:
             stack.callback(optimizer.register_step_pre_hook(lambda *_: self._note_gradients()).remove)
             stack.callback(optimizer.register_step_post_hook(lambda *_: self._storages.look()).remove)

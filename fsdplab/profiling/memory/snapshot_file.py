@@ -28,7 +28,7 @@ from fsdplab.common.errors import UserError
 
 _GZIP = b"\x1f\x8b"
 _PICKLE = b"\x80"  # the first byte of a pickle since protocol 2
-_LEAST_FOR_READING = 1 << 30
+_LEAST_FOR_READING = 1 << 30  # bytes
 _BYTES_OF_A_BYTE = 100  # of objects for a byte of the file: frames share their texts, so it is less
 # what unpickling a broken or hostile file raises
 _BROKEN = (
@@ -116,6 +116,7 @@ def _open(path: Path) -> BinaryIO:
     """The file's content; the lab's own records hold gzipped snapshots."""
     with path.open("rb") as file:
         zipped = file.read(2) == _GZIP
+    # no `with` here: the caller closes what it is given
     return cast(BinaryIO, gzip.open(path)) if zipped else path.open("rb")
 
 
@@ -164,6 +165,7 @@ def _memory_limited(file_bytes: int) -> Iterator[None]:
         return
     import resource
 
+    # the first number is this process's size in pages; RLIMIT_AS limits that size, and not what is to be added
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     allowed = pages * resource.getpagesize() + _LEAST_FOR_READING + _BYTES_OF_A_BYTE * file_bytes
     before, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -193,6 +195,7 @@ class _Reader:
                 f"{self._path} holds no list of segments, so it is another pickle; expected a file that"
                 " torch.cuda.memory._dump_snapshot() wrote."
             )
+        # one list of events a device: its place in the list is the device's number
         traces = self._list(content, "device_traces")
         segments = tuple(self._segment(segment) for segment in self._list(content, "segments"))
         events = {device: self._events(trace) for device, trace in enumerate(traces)}
@@ -243,6 +246,7 @@ class _Reader:
         """The lines of one allocation, the innermost first; many allocations share the same list."""
         if not isinstance(frames, list):
             return ()
+        # pickle gives one object for all places of the same list, so each stack is made once
         if id(frames) not in self._stacks:
             self._stacks[id(frames)] = tuple(self._frame(frame) for frame in frames)
         return self._stacks[id(frames)]
@@ -261,6 +265,7 @@ class _Reader:
         value = fields.get(name, [])
         if not isinstance(value, list):
             raise self._unexpected(name, "a list", value)
+        # a pickle of some bytes can name one list a million times, and lists of such lists
         self._left -= len(value)
         if self._left < 0:
             raise self._unexpected(name, "lists that are not named again and again", value)

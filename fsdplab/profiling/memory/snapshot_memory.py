@@ -103,6 +103,7 @@ class DeviceMemory:
         """The largest category and the largest line, with their shares of the peak."""
         if not self.alive:
             return ""
+        # both are sorted, the most bytes first
         category = next(iter(self.by_category))
         of_category = ""
         if category != OTHER:
@@ -119,6 +120,7 @@ class DeviceMemory:
             f" {size(self.largest_free)}"
         )
         failed = self.out_of_memory
+        # 2 GB free in pieces of at most 500 MB, and 1 GB asked for: fragmentation, and no lack of memory
         if failed is not None and self.free >= failed.asked > self.largest_free:
             return (
                 f"{told}: enough for the {size(failed.asked)} that were asked for, but in pieces; set"
@@ -179,6 +181,7 @@ class _History:
         # An allocator that recorded nothing has its peak at the end, which is then the beginning, too.
         self.peak, self.reserved_at_peak = self._in_use, self._reserved
         self.alive_at_peak = list(self._alive.values())
+        # the first time through the events finds where the peak is
         highest = self._walk(events, None)
         if highest >= 0:
             # once more up to the peak, instead of a copy of all that is alive at every new height
@@ -194,6 +197,7 @@ class _History:
         for place, event in enumerate(events):
             if event.action == "alloc":
                 self._alive[event.address] = _Allocation(event.nbytes, event.frames)
+            # free_requested comes before it: until then a stream may still use the memory
             elif event.action == "free_completed":
                 self._alive.pop(event.address, None)
             if stop is None and self._count(event):
@@ -202,6 +206,7 @@ class _History:
 
     def _count(self, event: Event) -> bool:
         """Note the memory after an event; whether it is the highest so far."""
+        # a request that failed changes nothing, and its `nbytes` is what was asked for
         if event.action == "oom":
             where = place_of(event.frames)
             self.out_of_memory = OutOfMemory(event.nbytes, self._in_use, self._reserved, event.device_free, where)
@@ -238,6 +243,7 @@ def _alive_before(blocks: Sequence[Block], events: Sequence[Event]) -> dict[int,
     for event in events:
         if event.action == "alloc":
             allocated.add(event.address)
+        # freed, but never seen allocated: older than the first event; an address counts once, since it is used again
         elif event.action == "free_completed" and event.address not in allocated:
             alive[event.address] = _Allocation(event.nbytes, None)
             allocated.add(event.address)
@@ -268,6 +274,7 @@ def _by_category(alive: Sequence[_Allocation]) -> dict[str, int]:
 
 def _category_of(frames: Sequence[Frame]) -> str:
     """The category of an allocation, by the first row of `_CATEGORIES` that its stack fits."""
+    # the order of the rows decides, not that of the frames: `:forward` inside of `torch/optim/` is optimizer state
     lines = [f"{frame.file}:{frame.function}" for frame in frames]
     for category, words in _CATEGORIES:
         if any(word in line for line in lines for word in words):
@@ -280,6 +287,7 @@ def place_of(frames: Sequence[Frame]) -> str:
     if not frames:
         return "a place that was not recorded"
     python = [frame for frame in frames if frame.file.endswith(".py")]
+    # of the innermost frame outwards: C++ of the allocator, Python of torch, then the line that a user wrote
     own = [frame for frame in python if "/torch/" not in f"/{frame.file}" and "site-packages" not in frame.file]
     frame = [*own, *python, *frames][0]
     file_and_folder = "/".join(frame.file.split("/")[-2:])

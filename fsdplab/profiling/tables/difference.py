@@ -128,6 +128,7 @@ def _by_module(trace: Work | str | Path) -> dict[tuple[str, str], float]:
         if on_device and KINDS[kind] == OPERATOR:  # it only launched, and runs while the device works
             continue
         key = module, KINDS[kind]
+        # a mean step, so that traces with unlike numbers of steps can be compared
         sums[key] = sums.get(key, 0.0) + own_ns / work.steps
     return sums
 
@@ -199,6 +200,7 @@ def _parts(record: RunRecord) -> dict[str, list[float]]:
     # computing, exposed and idle time: these sum to the step
     parts = {words: _column(breakdown, name) for name, words in _OF_STEP.items()}
     if breakdown[0].get("on_link_ns") is None:  # a record of before
+        # then all exposed time counts as the link's
         parts["exposed: on link"] = _column(breakdown, "exposed_ns")
     if idle:
         parts |= {words: _column(idle, name) for name, words in _OF_IDLE.items()}
@@ -242,6 +244,7 @@ def _row(key: tuple[str, str, str, str], before: Row | None, after: Row | None) 
     """A row of the difference, from the rows of one operator or kernel in both runs; None in the run without it."""
     kind, name, shapes, unit = key
     state = _state(before is not None, after is not None)
+    # a row that one run lacks took no time there
     nothing = {"time_ns": 0.0, "count": 0.0}
     before = before or nothing
     after = after or nothing
@@ -279,7 +282,9 @@ def _sentence(rows: Sequence[Row], total: float) -> str:
 def _of_steps(rows: Sequence[Row], beyond: str) -> str:
     """Whether the steps differ beyond their spread, and the part that differs most: in the same direction, then."""
     parts = [row for row in rows if row["part"] != _LOADING]
+    # loading lies inside the other parts and would count twice
     total = sum(row["difference_ns"] for row in parts)
+    # a difference inside of the spread is none, though a part may still differ beyond its own
     is_same = beyond == "no" or not total
     if is_same:
         whole = "The steps do not differ beyond their spread"

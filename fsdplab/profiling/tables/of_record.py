@@ -66,6 +66,7 @@ def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
         works = [_work_of_worst(record) for record in (first, second)]
     except RecordError:  # no traces: the parts are all that is known
         return tables
+    # rows of one operator can be told apart by shape only where both traces say it
     by_shape = all(work.found.shapes for work in works)
     return [*tables, difference_by_module(*works), difference(*works, by_shape=by_shape)]
 
@@ -74,6 +75,7 @@ def _work_of_worst(record: RunRecord) -> Work:
     """The work of the rank that is exposed longest."""
     traces = traces_of(record)
     worst = step_summary(record.table("breakdown"))
+    # the rank that represents the run, where its trace is there
     rank = worst.rank if worst is not None and worst.rank in traces else min(traces)
     trace = traces[rank]
     if not trace.exists():
@@ -110,6 +112,7 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
     """
     if isinstance(record, TracedRecord):
         return list(record.analyses)
+    # the profiler counts steps of its own: the first one of the trace is the record's first profiled step
     first = min((row["step"] for row in record.table("breakdown")), default=None)
     ledger = grouped(record.table("ledger"), itemgetter("rank"))
     life = grouped(record.table("life"), itemgetter("rank"))
@@ -119,6 +122,7 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
         options |= {"ledger": ledger.get(rank, []), "life": life.get(rank, [])}
         readings.append((path, options))
     analyses = read_all(readings)
+    # gloo's traces tell no process groups; of a run of the lab they follow from its mesh
     is_own_run = record.spec.get("strategy") in STRATEGY_ROWS and "job" not in record.spec
     if is_own_run:
         analyses = [on_axes(analysis, record.spec) for analysis in analyses]

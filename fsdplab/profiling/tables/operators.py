@@ -130,6 +130,7 @@ def short(name: str, most: int = 60) -> str:
     """A kernel's name without its template arguments and parameters, at most `most` characters:
     `void at::native::add<float>(int)` is `at::native::add`.
     """
+    # "at::native::add<float>(int)" up to its first bracket; the one that a name begins with is kept
     plain = name.removeprefix("void ")
     for opening in ("(", "<"):
         if opening in plain[1:]:
@@ -226,6 +227,7 @@ def _of_launches(work: Work, rows: Sequence[Row]) -> str:
     if not rows:
         return "The trace does not show which call launched what: it has no correlation numbers."
     busiest = rows[0]
+    # the device always finds the next work queued
     pace = "the host runs ahead, as it should"
     if busiest["queue_empty"] >= _HOST_BOUND:
         pace = "the host sets the pace (compile, use CUDA graphs, or give each launch more work)"

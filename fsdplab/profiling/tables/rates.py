@@ -124,6 +124,7 @@ def _format_of_product(work: Work, element: int) -> str:
     given = number_format(work.shapes[element])
     if given != "fp32" or work.computes != KERNEL:
         return given
+    # fp32 tensors on a GPU: the kernel's name says whether TF32's tensor cores multiplied them
     kernel = _name_of(work, int(work.rows[element]))
     if _IN_TF32.search(kernel):
         return "tf32"
@@ -186,6 +187,7 @@ def _rates(sums: Sequence[float], peak: DevicePeak) -> dict[str, Any]:
     time_ns, calls, flops, nbytes, at_peak_s = sums
     taken = time_ns / 1e9
     moved_per_s = _ratio(nbytes, taken)
+    # seconds at the peak over seconds taken, so that number formats with different peaks can be summed
     of_flops = None if np.isnan(at_peak_s) else _ratio(at_peak_s, taken)
     return {
         "time_ns": time_ns,
@@ -217,6 +219,7 @@ def _of_units(rows: Sequence[Row], covered_ns: float) -> str:
         return _NO_SHAPES
     total = sum(row["flops"] for row in known)
     spent = sum(row["time_ns"] for row in rows)
+    # the rate over all of the time would be too low, since the work of the rest is not counted
     if covered_ns < _COVERED * spent:
         rate = flops_per_s(total / max(covered_ns / 1e9, 1e-9))
         return (
@@ -292,10 +295,12 @@ def _bound(row: Row, peak: DevicePeak) -> str:
     """What limits an operator on this device at best; "" where one of its peaks is not known."""
     if row["of_bytes"] is None:
         return ""
+    # operators without products only move bytes
     if row["flops"] is None:
         return "memory"
     if row["of_flops"] is None:
         return ""
+    # the same as comparing its FLOP a byte with those of the device
     return "computing" if row["of_flops"] >= row["of_bytes"] else "memory"
 
 

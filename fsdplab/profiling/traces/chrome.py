@@ -137,6 +137,7 @@ def nanoseconds(microseconds: float | int) -> int:
     """Microseconds of a trace as whole nanoseconds, exact as far as the file is: 4.25 -> 4250."""
     if type(microseconds) is int:
         return microseconds * 1000
+    # as one product, 1.7e15 microseconds would be rounded to multiples of 256 ns
     whole = int(microseconds)
     return whole * 1000 + round((microseconds - whole) * 1000)
 
@@ -185,6 +186,7 @@ class _Reader:
 
     def events(self) -> Iterator[dict[str, Any]]:
         first = self._next()
+        # the bare list of older exporters
         if first == "[":
             yield from self._list()
         elif first == "{":
@@ -209,6 +211,7 @@ class _Reader:
                 has_events = True
                 yield from self._list()
             else:
+                # everything but the events is small: a larger value is damage, or another kind of file
                 before = self._passed + self._at
                 self._metadata[key] = self._value()
                 self._around += self._passed + self._at - before
@@ -231,9 +234,11 @@ class _Reader:
         self._at += 1
         decode, between = self._json, _BETWEEN.match
         while True:
+            # fast path first: it decodes many events together, and gives nothing where it cannot
             while whole := self._at_once():
                 self._damaged_events.events += len(whole)
                 yield from whole
+            # one by one up to what the window cuts in two, which raises JSONDecodeError
             text, at = self._text, self._at
             try:
                 while True:
@@ -247,6 +252,7 @@ class _Reader:
                 self._at += 1
                 self._check_damaged()
                 return
+            # either the event is damaged, or the window ends inside it
             if not self._leave_out():
                 self._more()
 
@@ -254,6 +260,7 @@ class _Reader:
         """Pass over the event that begins here, if the window holds its end and it is still no JSON."""
         if self._text[self._at : self._at + 1] != "{":
             return False
+        # the seam to the next event, by the keys with which events begin
         following = _NEXT_EVENT.search(self._text, self._at)
         if following is None:
             return False
@@ -284,9 +291,11 @@ class _Reader:
             return []
         following = _end(between(text, end))
         seam = text[end - 1 : following + _OPENING]  # an event's end, what is between, how the next one begins
+        # the last place that looks as the first seam does: up to there whole events are expected
         cut = text.rfind(seam, following, begin + _AT_ONCE) + 1
         if cut < following:
             return []
+        # a name may hold the seam's text too: then this is no JSON, and nothing is taken
         whole = f"[{text[begin:cut]}]"
         events, end = self._decoded(whole, 0)
         if end < len(whole):
@@ -334,6 +343,7 @@ class _Reader:
             raise self._bad(f"unpacks to more than {_MOST_UNPACKED} times its size, which no profiler's trace does")
         if len(piece) == _WINDOW and not piece.strip(_BLANKS):
             raise self._bad(f"holds {_WINDOW:,} blanks and commas in a row, which no profiler writes")
+        # what was decoded leaves the window, which keeps the value that is cut in two
         self._passed += self._at
         self._text = self._text[self._at :] + self._decode(piece, final=not piece)
         self._at = 0

@@ -60,6 +60,7 @@ class Collective:
     transport: Piece | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        # through `add`, which finds the transport among them
         given, self.pieces = self.pieces, []
         for piece in given:
             self.add(piece)
@@ -115,6 +116,7 @@ class Collective:
     def held(self) -> bool:
         """Whether the issuing call covered at least half of the transport."""
         transport = self.transport
+        # `mark` is the range of the call that issued it
         if transport is None or self.mark is None:
             return False
         covered = min(transport.end, self.mark.end) - max(transport.start, self.mark.start)
@@ -123,6 +125,7 @@ class Collective:
 
 def issued_by_consumer(around: Iterable[Range], unit: str) -> bool:
     """Whether the unit that needs the result issued it, inside its own pre_forward or pre_backward: no prefetch."""
+    # from the innermost range outwards: a prefetch runs inside of another unit's pre_backward
     for outer in around:
         if outer.label == "backward_prefetch":
             return False
@@ -145,10 +148,12 @@ def carry(
     """Give a collective its transfer: when it ran, its bytes and its process group, as far as the evidence tells."""
     collective.add(Piece(transfer.start, transfer.end, role))
     collective.join(group)
+    # gloo and NCCL are given one rank's slice of an all-gather: 4 ranks, 2 MB each, are 8 MB
     slices = 1
     if collective_row(collective.kind).given_by == "shards":
         slices = group.size or events.world_size
     collective.nbytes = None
+    # the first that tells the bytes counts
     for details in evidence:
         nbytes = _payload(details, slices)
         if nbytes:

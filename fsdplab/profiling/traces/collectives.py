@@ -40,6 +40,7 @@ def find_collectives(
         else:
             drafts.take_shared_memory()
             drafts.take_gloo()
+        # a draft that no transport and no copy completed moved nothing
         collectives = [draft for draft in drafts.collectives if draft.pieces]
     for collective in collectives:
         if not collective.members:  # only the host's copies or a link carried it
@@ -56,6 +57,7 @@ def _through_host(events: Events, groups: Groups) -> list[Collective]:
     drafts.take_gloo()
     moved = []
     for draft in drafts.collectives:
+        # the others were carried by kernels, which are found by their launches
         if draft.transport:
             draft.pieces = [draft.transport]
             moved.append(draft)

@@ -33,6 +33,7 @@ def comm_pattern(text: str) -> tuple[re.Pattern[str], str]:
 
     Raises TraceError for what is no regular expression, or no collective.
     """
+    # at the last `=`, since an expression may hold one, such as (?=...)
     expression, equals, kind = text.rpartition("=")
     if not equals:
         expression, kind = text, NAMED
@@ -64,6 +65,7 @@ class CommKernels:
     def kind(self, name: str) -> str | None:
         """The collective, "" for communication that does not say which, None for computing."""
         if name not in self._known:
+            # its parenthesis would end the kernel's own name
             plain = name.replace(_ANONYMOUS, "")
             kind = next((kind for expression, kind in self._patterns if expression.search(plain)), None)
             self._known[name] = _spelled(plain) if kind == NAMED else kind

@@ -45,6 +45,7 @@ def idle_causes(events: Events, device: Intervals) -> tuple[Intervals, np.ndarra
     """
     loading = union(events.spans(Kind.LOADING))
     if not events.on_gpu:
+        # on a CPU nothing is launched: only loading has a cause of its own
         return loading, np.full(len(loading), _LOADING)
     to_host, inside_device = (union(events.spans(kind)) for kind in COPIES)
     blocked = events.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH)

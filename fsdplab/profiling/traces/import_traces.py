@@ -93,6 +93,7 @@ def record_of_traces(
 
 def _readings(files: Sequence[Path], ranks: Sequence[int] | None, comm_patterns: Sequence[str]) -> list[Reading]:
     """What `analyse_trace` is told of each file: a rank that was given, or the one in its name."""
+    # a rank that was given counts before the file's own, and the one in its name only where the file has none
     given: Sequence[int | None] = [None] * len(files) if ranks is None else ranks
     readings: list[Reading] = []
     for file, rank, by_name in zip(files, given, ranks_by_name(files)):
@@ -116,6 +117,7 @@ def _name(files: Sequence[Path]) -> str:
     """What the job is called: its folder, where that holds nothing but its ranks; else the first file."""
     folder = files[0].absolute().parent
     if len(files) > 1:
+        # /traces/big-run/rank0.json, rank1.json and nothing beside them: the job is called big-run
         in_folder = {path for path in folder.iterdir() if path.is_file()}
         if in_folder == {file.absolute() for file in files}:
             return folder.name
@@ -137,6 +139,7 @@ def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
                     "loading_s": step.loading_ns / 1e9,
                 }
             )
+    # zeros everywhere: the trace shows no DataLoader, rather than one that is never waited for
     shows_loading = any(row["loading_s"] for row in rows)
     return rows if shows_loading else []
 
@@ -168,6 +171,7 @@ def _notes(analyses: Sequence[TraceAnalysis], collectives: Sequence[Row], chosen
     notes = []
     given = len(analyses)
     job = analyses[0].world_size
+    # a straggler may be among the ranks that are not here
     if job and given < job:
         notes.append(f"{given} of the job's {job} ranks were given: what the others did is not known")
     if analyses[0].origin.link is not None:
@@ -190,6 +194,7 @@ def _notes(analyses: Sequence[TraceAnalysis], collectives: Sequence[Row], chosen
 
 def _unsaid(collectives: Sequence[Row]) -> str:
     """What to say where the bytes of some collectives are not known; "" where all are, or none."""
+    # a barrier moves no bytes
     sent = [row for row in collectives if row["kind"] != "barrier"]
     unknown = [row for row in sent if row["logical_bytes"] is None]
     if not unknown or len(unknown) == len(sent):
@@ -215,10 +220,12 @@ def _summary(
     analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], tables: dict[str, list[Row]], chosen: Sequence[str]
 ) -> Summary:
     """Steps are as slow as their slowest rank. The lab's own traces tell the emulated link's name, not its speed."""
+    # by step: the others wait for the slowest rank
     slowest_ns: dict[int, int] = defaultdict(int)
     for row in tables["breakdown"]:
         slowest_ns[row["step"]] = max(slowest_ns[row["step"]], row["step_ns"])
     peaks = [analysis.allocated_peak for analysis in analyses]
+    # bytes and collectives of a step, which become the first two fields of `Comm`
     sent = sent_per_step(tables["collectives"], analyses[0].world_size or len(analyses))
     link = analyses[0].origin.link
     return Summary(
@@ -274,6 +281,7 @@ def _name_apart(traced: Sequence[RunRecord]) -> None:
     """Runs of one name, such as worker0, which every job calls its first rank, are called as their folders are."""
     names = [record.spec["strategy"] for record in traced]
     for record, name in zip(traced, names):
+        # `names` are those from before, so that each of two equal ones changes
         if names.count(name) > 1:
             record.spec["strategy"] = record.path.resolve().name
 

@@ -119,6 +119,7 @@ def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iter
             break
 
     # what may be of another group stands alone
+    # four ranks that use the name of a group of two: two groups go by it
     users_of_name = users.get(_members(rows[0]), ())
     is_shared = len(users_of_name) > size  # several groups go by this name
     others = []

@@ -54,6 +54,7 @@ class Modules:
         nest = self._around.get(thread)
         if nest is None:
             return []
+        # `around` is innermost first
         return [module.label for module in reversed(nest.around(instant))]
 
     def at(self, instants: np.ndarray, threads: np.ndarray) -> list[str]:
@@ -63,9 +64,11 @@ class Modules:
         return [self._at(instant, thread) for instant, thread in zip(instants.tolist(), threads.tolist())]
 
     def _at(self, instant: int, thread: int) -> str:
+        # autograd's threads are inside no module
         path = self._path(instant, thread) or self._path_of_forward(instant, thread)
         if not path:
             return ""
+        # what the wrapper does itself is inside no module of that depth
         return path[min(self._depth, len(path) - 1)]
 
     def _path_of_forward(self, instant: int, thread: int) -> Sequence[str]:

@@ -21,6 +21,7 @@ def by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> li
     if all(len(analysis.devices) < 2 for analysis in analyses):
         return analyses
     # one reading a device: of 2 processes with 4 devices each, device 1 of rank 1 is shown as rank 5
+    # the most devices of a process, so that no two devices get one rank
     most = max(len(analysis.devices) for analysis in analyses)
     places: list[int] = []
     readings: list[Reading] = []
@@ -62,6 +63,7 @@ def _row_at_place(row: Row, place: int) -> Row:
     device = f"device {place}"
     members = row["members"]
     if members and members != ONE_OF_SEVERAL:
+        # `0,1 #7` becomes `0,1 #7 device 2`: the same number on another device is another group
         has_number = " #" in members
         members = f"{members} {device}" if has_number else f"{members} #{device}"
     return {**row, "group": f"{row['group']} {device}".strip(), "members": members}

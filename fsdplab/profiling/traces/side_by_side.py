@@ -42,6 +42,7 @@ def read_all(
     is_small = _unpacked_bytes(readings) < _SMALL
     if not processes:
         processes = 1 if is_small else min(len(readings), _cores())
+    # in this process: another one takes longer to start
     if processes == 1 and is_small:
         return [analyse_trace(path, **options) for path, options in readings]
     return _in_processes(readings, progress, processes)
@@ -77,6 +78,7 @@ def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: 
         except BaseException:
             pool.shutdown(cancel_futures=True)  # the first error ends the reading; what has begun is finished
             raise
+    # they end in any order, and are given in that of the readings
     return [analyses[index] for index in range(len(readings))]
 
 

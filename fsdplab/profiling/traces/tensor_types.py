@@ -62,6 +62,7 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
     """
     if not isinstance(dims, list) or not dims:
         return 0
+    # a list of tensors has lists as its lengths
     if not all(type(length) is int and length >= 0 for length in dims):
         return 0
     nbytes = math.prod(dims) * _item_bytes(str(kind).lower())
@@ -83,6 +84,7 @@ def number_format(shapes: str) -> str:
         return ""
     dims, types, *_ = json.loads(shapes)
     for dim, kind in zip(dims or (), types or ()):
+        # vectors are biases and scales, which may have another type than the product
         if isinstance(dim, list) and len(dim) > 1:
             name = str(kind).lower()
             return "fp8" if _EIGHT_BITS.match(name) else _FORMATS.get(name, "")

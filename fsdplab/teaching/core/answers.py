@@ -62,9 +62,11 @@ def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> No
 def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
     """Return the verdict of one answer; `answer` shows it."""
     item = gradable(question)
+    # a failed run first: then there is no right answer to compare with
     missing = None if against is None else _missing(item, against)
     if missing:
         return Verdict(question, missing)
+    # the dots of a cell that nobody has filled in
     if value is ...:
         return Verdict(question, Feedback(f"Not answered yet: {_how(item)}.", "", "", "", untouched=True))
     if isinstance(item, Choice):
@@ -108,6 +110,7 @@ def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
 def _letter(item: Choice, value: Any) -> str:
     """Return the letter of an answer: of `B`, `(b)`, `option b`, `b) two meshes` and that option's words it is b."""
     text = str(value).lower().strip(" .:()").removeprefix("option ").removeprefix("answer ")
+    # `b) two meshes`
     lettered = re.fullmatch(r"([a-z])[).:].*", text, re.DOTALL)
     if lettered:
         return lettered[1]
@@ -159,6 +162,7 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
             exactly = f" (exactly: {right_text})"
         return Verdict(item.id, None, f"{given_text}{exactly}. {item.explanation}".strip())
 
+    # a slip says what went wrong, so no distance is told; else how far it is from right, and not the number itself
     cause = slip_behind(item, given, against) or _given_already(item, given)
     got = given_text
     if not cause:
@@ -186,6 +190,7 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
 
 def _given_already(item: Question, given: float) -> str:
     """Return what to say of a number that the question itself gives."""
+    # whole words only: the 4 of `fp4` or of `0.4` is no number of the question
     numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?(?!\w)", item.statement)
     if given in map(float, numbers):
         return "the question gives this number; what is asked for follows from it"
@@ -223,6 +228,7 @@ def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple
         if slip.factor is not None:
             yield slip, right * slip.factor
             continue
+        # a number, several, or a function of what the question is about
         wrong: Any = slip.value
         if callable(wrong):
             wrong = wrong(against)
@@ -295,6 +301,7 @@ def buttons(item: Choice, judge: Judge, earlier: str = "") -> ipywidgets.VBox:
         button.add_class("fsdplab-option")
         if letter == earlier:
             button.button_style = "success"
+        # a default argument, since all closures of the loop would see its last letter
         button.on_click(lambda _, letter=letter: take(letter))
     column = {"align_items": "flex-start"}
     return ipywidgets.VBox([ipywidgets.HTML(_LOOKS), *made.values()], layout=column)
@@ -313,6 +320,7 @@ def number_field(item: Question, judge: Judge, earlier: str = "") -> ipywidgets.
 
     def take(change: Any) -> None:
         typed = change["new"]
+        # an emptied field is open again
         judge(typed if typed.strip() else ...)
 
     entry.observe(take, names="value")

@@ -72,6 +72,7 @@ def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
     if not has_code(cell) and current().edition == "teacher":
         cell = exercise.reference  # a source names the exercise only
     path = current().workspace.save(exercise.id, cell)
+    # compiled under the file's name, so that a traceback shows its lines
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     if exercise.function not in namespace:
         raise usage_error(f"%%exercise {exercise.id}: the cell must define {exercise.function}(...)")
@@ -94,8 +95,10 @@ def run_ranks(line: str, cell: str) -> None:
     wanted = cell_line(line)
     _check_syntax(cell)
     ranks = wanted.fresh or 2
+    # a cell without a number runs on the ranks that stay, whatever their number
     if wanted.fresh is None and _staying:
         ranks = _staying[0].world_size
+    # how cells reach the GPUs, once for each number of ranks
     _say_devices(ranks)
     if wanted.fresh is None and (wanted.chosen is not None or _staying):
         _run_on_staying(cell, wanted)
@@ -148,6 +151,7 @@ def manage_ranks(line: str) -> None:
             f"%ranks: expected a number of ranks from 1 to {MOST_RANKS}, status, reset or stop, got {word!r}; write"
             f" {_MANAGE}"
         )
+    # running the notebook's first cell again must not lose what they hold
     elif _staying and _staying[0].alive and _staying[0].world_size == int(word):
         print(f"{word} ranks stay already, with what they hold. `%ranks reset` starts fresh ones.")
     else:
@@ -188,6 +192,7 @@ def _stop() -> str:
     ranks = _staying.pop()
     if not ranks.alive:
         return ""
+    # what any of them holds, since cells may define names on some ranks only
     names: set[str] = set()
     for status in ranks.status():
         names.update(status.names)
@@ -204,6 +209,7 @@ def cell_line(line: str) -> CellLine:
     given = _LIMIT.search(line)
     if given is not None:
         limit = _seconds(given[1])
+        # what is left is the number, or the ranks
         line = line[: given.start()] + line[given.end() :]
     text = line.strip()
     if text.startswith("["):
@@ -232,6 +238,7 @@ def _chosen(text: str) -> tuple[int, ...]:
     if text.endswith("]"):
         words = [word.strip() for word in text[1:-1].split(",")]
     ranks = [int(word) for word in words if word.isdecimal() and int(word) in staying]
+    # a word that is no rank of these, or one that is there twice
     if len(ranks) < len(words) or len(set(ranks)) < len(ranks):
         raise usage_error(
             f"%%ranks{text}: expected some of the ranks {', '.join(map(str, staying))}, each once; write for example"
@@ -246,6 +253,7 @@ def _seconds(text: str | None) -> float:
         seconds = float(text or "")
     except ValueError:
         seconds = 0.0
+    # NaN fails this too
     if not 0 < seconds < float("inf"):
         raise usage_error(
             f"%%ranks --limit: expected seconds above 0, got {text or 'nothing'!r}; write for example %%ranks --limit 5"
@@ -273,6 +281,7 @@ def _run_on_staying(cell: str, wanted: CellLine) -> None:
     try:
         ranks.run(cell, wanted.chosen, time_limit=wanted.limit)
     except RanksFailed as failure:
+        # right behind the report's own message
         said, advice = failure.report.message, "" if ranks.alive else _NEW_ONES
         raise CellFailed(str(failure).replace(said, said + advice, 1)) from None
     except SpecError as refused:

@@ -68,6 +68,7 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
     file_id = item.written_as.id
     source = workspace.source_of(file_id)
     unwritten = _unwritten(item, source)
+    # nothing to run: no try is counted
     if unwritten:
         return Verdict(exercise, unwritten)
 
@@ -83,6 +84,7 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
 
 def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
     """Return the verdict of a failed try: it is counted, and unlocks the next hint."""
+    # each failed try unlocks one more hint
     unlocked = min(workspace.note_failure(item.id), len(item.hints))
     if hints:
         shown_hints = []
@@ -125,6 +127,7 @@ def solution(exercise: str) -> Callable[..., Any]:
     function = find(exercise, Exercise).function
     path = solution_file(exercise)
     whose, why = "the reference", "yours has not passed its check yet"
+    # the reference lies in a folder of its own
     if path == current().workspace.file_of(exercise):
         whose, why = "your", "its check passed"
     print(f"{exercise}: using {whose} {function} ({why})")
@@ -183,6 +186,7 @@ def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedbac
     solutions = [(exercise, path)]
     if exercise.expected is None:
         reference_file = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
+        # one launch runs both, the reference first
         solutions.insert(0, (exercise, reference_file))
     try:
         *references, learner = behaviours(solutions, workspace)
@@ -199,6 +203,7 @@ def unwaited(feedback: Feedback | None, source: str) -> Feedback | None:
     This is the one thing that is read from the source, since ranks cannot see it: on one machine most messages have
     arrived when the values are looked at.
     """
+    # nothing was begun, or something is waited for
     if not _BEGINS.search(source) or _WAITS.search(source):
         return feedback
     if feedback is not None:
@@ -232,6 +237,7 @@ def feedback_on_other_ranks(exercise: Exercise, path: Path, workspace: Workspace
     if feedback is None:
         return None
     headline = f"{exercise.function} is right on {exercise.world_size} ranks, and not on {elsewhere.world_size}."
+    # the remedy as the reference does it
     ask = "`dist.get_world_size()`" if "get_world_size" in exercise.reference else "the argument that holds it"
     cause = f"the number of ranks is written down, and this runs on any number: take {ask}"
     return replace(feedback, headline=headline, cause=cause, rank=feedback.rank or 0)
@@ -247,6 +253,7 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     feedback = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
 
     if StillWaiting.__name__ in got:
+        # what stands behind the error's name is where the function stood
         line = got.partition(f"{StillWaiting.__name__}: ")[2]
         return feedback(f"{name} did not return within {exercise.time_limit:g} s.", got=line, cause=hung)
     if LeftUnfinished.__name__ in got:
@@ -267,6 +274,7 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:
     """Return the error itself, under the last line of this exercise's file that led to it, or of another of theirs."""
+    # paths from the learner's folder on: the rest is this machine's
     text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
     lines = [line.strip() for line in text.strip().splitlines()]
     file_name = f"/{exercise.written_as.id}.py"
@@ -277,6 +285,7 @@ def _last_frames(exercise: Exercise, report: Failure) -> str:
             if file_name in line:
                 of_exercise.append(place)
     frames = of_exercise or of_learner
+    # the line that says where, and the source line below it
     shown = lines[frames[-1] : frames[-1] + 2] if frames else []
     return "\n".join([*shown, _as_learners_read_it(_error(report))])
 
@@ -299,5 +308,6 @@ def _as_learners_read_it(error: str) -> str:
 def _error(report: Failure) -> str:
     """Return the error at a traceback's end, on one line: torch indents the lines of a long message."""
     lines = (report.traceback or report.message).strip().splitlines()
+    # the last line without an indent begins the error, and indented ones go on with it
     begins = max(place for place, line in enumerate(lines) if not line.startswith(" "))
     return " ".join(line.strip() for line in lines[begins:])

@@ -44,6 +44,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
     These leave a result on one rank alone.
     """
     kinds = set(kinds_of(calls))
+    # with another collective beside it the result may reach all ranks
     if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
         return ""
     used = (kinds & _TO_ONE_RANK).pop()
@@ -83,6 +84,7 @@ def bytes_sent(call: Call, ranks: int) -> float:
     """
     if call.kind == "send":
         return call.nbytes
+    # logged are a reduce-scatter's 4 bytes of output: the whole is 12 bytes on 3 ranks, of which 8 are sent
     whole = call.nbytes * (ranks if call.kind == "reduce_scatter" else 1)
     return _TIMES.get(call.kind, 1) * whole * (ranks - 1) / ranks
 
@@ -100,6 +102,7 @@ class WireLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0]
+            # c10d::send(tensors, group, dst, tag), and recv_ with src at the same place
             peer = args[2] if name in ("send", "recv_") else None
             self.calls.append(Call(_KINDS.get(name, name), _bytes_of(args[0]), peer))
         return func(*args, **(kwargs or {}))

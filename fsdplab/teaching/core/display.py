@@ -47,13 +47,16 @@ def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[o
     the screen sooner when `below` draws it.
     """
     display = notebook_display()
+    # Voila runs a notebook once and shows it as a page without cells
     if display and os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
         return _in_a_widget(thing, display)
     handle = display(thing, display_id=True) if display else print(thing)
+    # printed text cannot be replaced
     if handle is None:
         return lambda other: None
 
     def replace(other: object) -> None:
+        # the page did not redraw the figure by itself, so the output is emptied first
         if isinstance(other, Shown) and not (below and below.draw(other.figure)):
             handle.update(_Between())
         handle.update(other)
@@ -98,6 +101,7 @@ class Table:
     caption: str = ""
 
     def __str__(self) -> str:
+        # under each heading a line as wide as the column's longest cell
         rules = ["-" * max(map(len, cells)) for cells in zip(self.header, *self.rows, strict=True)]
         lines = aligned([self.header, rules, *self.rows])
         if self.caption:
@@ -119,6 +123,7 @@ class Table:
     def _is_numeric(self, column: int) -> bool:
         """Return whether every cell of a column begins like a number; such columns are set flush right."""
         cells = [row[column] for row in self.rows if row[column]]
+        # "12.5", "-3" and "+4 %" begin so; empty cells say nothing
         return bool(self.rows) and all(cell[0].isdigit() or cell[0] in "-+" for cell in cells)
 
 
@@ -202,6 +207,7 @@ def shown(thing: Any, alt: str | None = None) -> Any:
 
     ValueError for a figure without alternative text.
     """
+    # a table or a note shows itself
     if not hasattr(thing, "to_plotly_json"):
         return thing
     words = alt or alt_text(thing)
@@ -235,6 +241,7 @@ def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -
 
         from .figure_below import FigureBelow
 
+        # beside the controls, so that a slider can redraw the cell's figure
         below = FigureBelow()
         display(WidgetView(ipywidgets.VBox([make(), below]), instead))
         return below

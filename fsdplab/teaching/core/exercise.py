@@ -144,11 +144,13 @@ def questions_of(path: Path) -> Iterator[Question | Choice]:
     """Yield the questions and choices of a file, in its order; ExerciseError names the item that cannot be read."""
     text = path.read_text(encoding="utf-8")
     head, *items = re.split(r"^## ", text, flags=re.MULTILINE)
+    # the names that expressions of this file may use
     block = _BLOCK.search(head)
     names = block[1] if block else ""
     for item in items:
         title, _, body = item.partition("\n")
         id = title.strip()
+        # paragraphs; options, slips and hints need no blank line between them
         parts = [part.strip() for part in re.split(r"\n\n|\n(?=- |\d\. )", body) if part.strip()]
         is_choice = any(map(_OPTION.match, parts))
         try:
@@ -168,6 +170,7 @@ def _question(id: str, parts: list[str], names: str) -> Question:
         if part.startswith("Right: "):
             given = number
             break
+    # the number's expression, its unit or None, and the tolerance in %
     right = _RIGHT.fullmatch(parts[given]) if given < len(parts) else None
     slip_parts, hints, explanations, others = [], [], [], []
     for part in parts[given + 1 :]:
@@ -192,8 +195,10 @@ def _question(id: str, parts: list[str], names: str) -> Question:
 
     def slip(source: str, cause: str) -> Slip:
         wrong = _expression(source, names)
+        # `right` in a slip's expression is the question's own number, such as `0.25 * right`
         return Slip(cause, lambda it: wrong(it, expected(it)))
 
+    # an expression with `it` needs a run or a measurement, any other is a number now
     is_about_data = "it" in compile(right[1], right[1], "eval").co_names
     first, second, third = hints
     return Question(
@@ -210,6 +215,7 @@ def _question(id: str, parts: list[str], names: str) -> Question:
 
 def _choice(id: str, parts: list[str]) -> Choice:
     """Read a choice from its paragraphs."""
+    # what stands before the first option is the statement
     begins = next(number for number, part in enumerate(parts) if _OPTION.match(part))
     options, because, bold, unread = {}, {}, [], 0
     for part in parts[begins:]:
@@ -217,6 +223,7 @@ def _choice(id: str, parts: list[str]) -> Choice:
         if match is None:
             unread += 1
             continue
+        # "**" or None, the letter, the option, and why it is right or wrong
         is_bold, letter, text, why = match.groups()
         options[letter] = _flat(text)
         because[letter] = _flat(re.sub(r"\n +> ", " ", why))

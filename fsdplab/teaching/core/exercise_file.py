@@ -116,6 +116,7 @@ class Exercise:
     @cached_property
     def hints(self) -> tuple[str, ...]:
         """Return a nudge, a pointer, and nearly the solution."""
+        # the first piece is what stands before `1. `, and empty
         numbered = re.split(r"^\d\. ", self._paragraphs[-1], flags=re.MULTILINE)
         return tuple(" ".join(hint.split()) for hint in numbered[1:])
 
@@ -126,6 +127,7 @@ class Exercise:
         if line is None:
             raise ExerciseError(f"{self.path}: no line `# ---- check: ...`; the cases stand after it")
         chosen: dict[str, Any] = {}
+        # "on 3 ranks, also on 2, within 1e-6" are three settings
         for words in filter(None, (line[1] or "").split(", ")):
             name, value = self._setting(words)
             chosen[name] = value
@@ -136,6 +138,7 @@ class Exercise:
         for name, form in _SETTINGS.items():
             match = re.fullmatch(form, words)
             if match:
+                # numbers are floats unless `_KINDS` says otherwise
                 return name, _KINDS.get(name, float)(match[1])
         raise ExerciseError(
             f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `also on 2`,"
@@ -177,6 +180,7 @@ class Exercise:
         """Return the lines between docstring and check."""
         check = _CHECK.search(self.text)
         before_check = self.text if check is None else self.text[: check.start()]
+        # the docstring is the learner's statement, and no part of the solution
         return before_check.split("\n")[self._starts :]
 
     def _kept(self, stub: bool = False) -> str:
@@ -193,10 +197,12 @@ class Exercise:
                 stub_lines = []
             elif bare.startswith("### END SOLUTION"):
                 if stub:
+                    # the `##` lines where the stub is working code, else the dots with their comment
                     lines += stub_lines or gap or []
                 gap = None
             elif bare.startswith("## ") or bare == "##":
                 stub_lines.append((indent + bare[3:]).rstrip())
+            # the reference keeps every line, the stub those outside of the marked part
             elif not stub or gap is None:
                 lines.append(line)
         return "\n".join(lines).strip("\n") + "\n"
@@ -218,6 +224,7 @@ class Exercise:
     @cached_property
     def returns(self) -> bool:
         """Return whether the reference returns a value."""
+        # a function that only changes its arguments is not asked for a value
         return any(isinstance(node, ast.Return) and node.value for node in ast.walk(ast.parse(self.reference)))
 
     def module(self) -> types.ModuleType:
@@ -254,6 +261,7 @@ class Exercise:
         """Return what the file lacks, a line each."""
         try:
             module = self.module()
+            # a stub with a gap must be Python too, since its cell is run as it was given
             for source in (self.stub, self.reference):
                 compile(source, str(self.path), "exec")
         except ExerciseError as error:
@@ -261,9 +269,11 @@ class Exercise:
         except Exception as error:  # whatever a file that is being written raises
             return [f"{self.path}: cannot be used: {type(error).__name__}: {error}"]
         complaints = []
+        # a nudge, a pointer, nearly the solution
         if len(self.hints) != 3:
             complaints.append(f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}")
         needed_functions = ["cases"]
+        # a stage has checks alone: its function is defined in the exercise that it is a stage of
         if not self.is_stage:
             needed_functions.insert(0, self.function)
         for name in needed_functions:

@@ -30,6 +30,7 @@ class Explorer:
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # every axis begins at its first value; `set` refuses a start that its axis does not have
         start = self.values
         self.values = {name: axis[0] for name, axis in self.axes.items()}
         for name, value in start.items():
@@ -55,6 +56,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     """
     explorer = Explorer(view, axes, dict(start or {}))
     below = present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    # shown below the sliders, whose moves call `update`
     update = present_live(explorer.render(), below)
     if below:
         below.on_resize(lambda: update(explorer.render()))
@@ -70,6 +72,7 @@ def predicted_runs(
 
     def moved(**fields: Any) -> OutlookTable | Note:
         try:
+            # the sliders' values win over fixed ones
             specs = [RunSpec(**{**fixed, **fields, "strategy": strategy}) for strategy in strategies]
         except SpecError as error:
             return Note((str(error),))
@@ -89,6 +92,7 @@ def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
     def slider(name: str, axis: Axis) -> ipywidgets.SelectionSlider:
         options = []
         for value in axis:
+            # (label, value): 1,000,000 is shown, 1000000 is what the view gets
             label = f"{value:,}" if isinstance(value, int) else str(value)
             options.append((label, value))
         made = ipywidgets.SelectionSlider(

@@ -21,6 +21,7 @@ def function_of(exercise: str) -> Callable[..., Any]:
     workspace = current().workspace
     if workspace.has_passed(exercise):
         return load_function(workspace.file_of(exercise), function_name(exercise))
+    # a function that has not passed is not used, though it may be saved
     return _made(exercise, find(exercise, Exercise).reference)
 
 

@@ -37,6 +37,7 @@ def terms() -> tuple[Term, ...]:
     """Return all entries, in the page's order."""
     page = (shared_folder("notebooks") / "GLOSSARY.md").read_text(encoding="utf-8")
     entries = []
+    # title and address are "" where an entry has no reference
     for word, meaning, title, address in _ENTRY.findall(page):
         reference = (title, address) if title else None
         entries.append(Term(word, meaning, reference))

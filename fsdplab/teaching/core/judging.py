@@ -62,6 +62,7 @@ class Comparison:
 
     def right_facts(self, case: int, rank: int) -> Facts:
         """Return the facts that are expected at a place."""
+        # the file states the right facts, where running the reference would take long
         if self.exercise.expected is not None:
             return self.exercise.expected
         assert self.reference is not None, f"{self.exercise.id}: no reference was run, and its file has no EXPECTED"
@@ -173,6 +174,7 @@ def _missing_collective(comparison: Comparison) -> str:
     if comparison.reference is None or comparison.exercise.settings.facts_only:
         return ""  # the check itself trains, so calls are not the function's alone
     case, rank = comparison.wrong_places[0]
+    # such as {"reduce_scatter"}; the calls of this case on this rank, whose facts are wrong
     expected_kinds = set(kinds_of(comparison.reference.trials[case][rank].calls))
     calls = comparison.trial.calls
     if expected_kinds and not kinds_of(calls):
@@ -191,6 +193,7 @@ def _relation(comparison: Comparison) -> str:
     right, learner = comparison.right_facts(case, rank), comparison.learner_facts(case, rank)
     for other_rank in range(comparison.ranks):
         other_right = comparison.right_facts(case, other_rank)
+        # only a rank whose right value is another one can be meant
         ranks_differ = fact in other_right and comparison.difference_of(fact, right, other_right)
         if ranks_differ and not comparison.difference_of(fact, other_right, learner):
             return f"this is what rank {other_rank} must give"
@@ -198,6 +201,7 @@ def _relation(comparison: Comparison) -> str:
     factor, ranks = _common_factor(comparison), comparison.ranks
     if not factor:
         return ""
+    # a factor of n or 1/n points at the mean over n ranks: a division that is missing, or made twice
     over_ranks = ranks > 1 and not comparison.exercise.pure
     if over_ranks and factor == ranks:
         return f"this is {ranks} times what is expected, as a sum over the {ranks} ranks is that was not divided"
@@ -213,6 +217,7 @@ def _common_factor(comparison: Comparison) -> float:
     for case, rank in comparison.wrong_places:
         right, learner = comparison.right_facts(case, rank), comparison.learner_facts(case, rank)
         if fact in right and comparison.difference_of(fact, right, learner):
+            # one factor at every wrong place is a pattern, different ones are chance
             factors.add(round(_factor(right[fact], learner.get(fact)), 4))
     return factors.pop() if len(factors) == 1 else 0.0
 
@@ -223,6 +228,7 @@ def _factor(right: Any, got: Any) -> float:
         are_tensors = hasattr(got, "sum") and hasattr(right, "sum")
         if not are_tensors:
             return float(got / right)
+        # the factor f that makes f * right nearest to got (least squares), if it makes them equal
         factor = float((got * right).sum() / (right * right).sum())
         if first_difference(right * factor, got, 1e-6) is None:
             return factor
@@ -262,6 +268,7 @@ def _feedback_on_changed_arguments(exercise: Exercise, learner: Behaviour, refer
     """Return feedback on a pure function with right facts that changes an argument, where its reference does not."""
     names = list(inspect.signature(getattr(exercise.module(), exercise.function)).parameters)
     for case, trial, reference_trial in _pairs(learner, reference):
+        # places of arguments that the reference leaves as they are
         changed = sorted(set(trial.changed) - set(reference_trial.changed))
         if changed:
             name = names[changed[0]]
@@ -285,6 +292,7 @@ def _feedback_on_bytes(exercise: Exercise, learner: Behaviour, reference: Behavi
         sent += sum(bytes_sent(call, ranks) for call in trial.calls)
         needed += sum(bytes_sent(call, ranks) for call in reference_trial.calls)
         spare += _spare_bytes(trial, reference_trial, ranks)
+        # what is received was counted where it was sent
         kinds |= set(kinds_of(trial.calls)) - {"recv"}
     if sent <= _MORE_BYTES * needed + spare:
         return None
@@ -316,6 +324,7 @@ def _spare_bytes(trial: Trial, reference_trial: Trial, ranks: int) -> float:
 
     same_kinds = [call.kind for call in calls] == [call.kind for call in reference_calls]
     small_calls = [call for call in calls if call.nbytes <= _NUMBER_BYTES * ranks]
+    # an all_gather of one number of each rank, where the reference reduces one
     gathers_numbers = len(small_calls) == len(calls) == len(reference_calls)
     if same_kinds or gathers_numbers:
         return _NUMBER_BYTES * len(calls)

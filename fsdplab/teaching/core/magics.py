@@ -64,7 +64,9 @@ def _register(shell: InteractiveShell) -> None:
         manage_ranks(line) if cell is None else run_ranks(line, cell)
 
     shell.register_magic_function(exercise, "cell")
+    # `%ranks 4` comes without a cell, `%%ranks` with one
     shell.register_magic_function(ranks, "line_cell")
+    # once, also where `start` runs again
     if chosen_ranks not in shell.input_transformers_cleanup:
         shell.input_transformers_cleanup.append(chosen_ranks)
 

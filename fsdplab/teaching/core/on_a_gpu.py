@@ -32,6 +32,7 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
     on_gpus = [record for record in records if record.environment.get("device") == "cuda"]
     if not on_gpus:
         return present(_none("the check that is kept ran on the CPU, as a rehearsal"))
+    # on the machine's own links: an emulated one would hide what the GPUs do
     fitting = [record for record in on_gpus if record.spec["strategy"] == strategy and not record.spec["link"]]
     if not fitting:
         return present(_none(f"the check that is kept has no {strategy} run"))
@@ -42,6 +43,7 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
 
 def _none(why: str) -> Note:
     """Return the note that stands in place of the figure, with the command that would measure it."""
+    # a clone is worked in from its root, where the short path is right
     typed = "data/gpu" if checkout() else str(KEPT)
     then = f"`fsdplab gpu-check --out {typed}` measures it, and this cell then shows the figure."
     return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))

@@ -95,8 +95,10 @@ class Observed:
         """Return what is seen of one call; Unreadable where the exercise cannot read what the function returned."""
         self._returned, self.changed = False, set()
         try:
+            # a copy, since the next program gets the same arguments
             return self._observe(self._function, *copy.deepcopy(given))
         except Exception as error:
+            # an error outside of the learner's file, after it returned: `observe` could not use the value
             frames = traceback.extract_tb(error.__traceback__)
             in_solution = any(frame.filename == self._path for frame in frames)
             raised_by_lesson = (frames[-1].line or "").startswith("raise ")  # its message says what is wrong
@@ -115,6 +117,7 @@ class Observed:
                 before = copy.deepcopy(arguments)
             self._value = function(*arguments, **named)
             self._returned = True
+            # `before` is empty where arguments are not watched, and then nothing is compared
             for place, (old, new) in enumerate(zip(before, arguments)):
                 if isinstance(new, _KEPT) and first_difference(old, new):
                     self.changed.add(place)
@@ -139,6 +142,7 @@ def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dic
     dist.barrier()  # a common start: a slow machine's start-up is not counted
     with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):
         returned = call(*arguments)
+    # a message that nobody waits for keeps gloo's barrier from ending
     with _given_up_after(program["time_limit"] + GRACE, program["path"]):
         dist.barrier()  # no rank begins the next case while a slow one still receives messages
     calls = [(call.kind, call.nbytes, call.peer) for call in log.calls]
@@ -149,6 +153,7 @@ def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dic
 def _given_up_after(seconds: float, path: str) -> Iterator[None]:
     """End this rank when the body takes longer: a rank that waits in a collective cannot be interrupted otherwise."""
     timer = threading.Timer(seconds, _give_up, (seconds, path))
+    # so that a rank whose work is done can end
     timer.daemon = True
     timer.start()
     try:
@@ -161,6 +166,7 @@ def _give_up(seconds: float, path: str) -> None:
     """Report the main thread's current line as an uncaught error, which ends the rank."""
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
+    # the main thread hangs, in a collective or a loop, so this thread reads its stack
     where = waited(seconds, path, sys._current_frames()[main])
     error: StillWaiting | LeftUnfinished
     if where:
@@ -178,6 +184,7 @@ def waited(seconds: float, path: str, frame: types.FrameType | None) -> str:
     stood = ""
     for entry in traceback.extract_stack(frame):
         if entry.filename == path:
+            # the stack goes from the outermost frame inwards, so the innermost line of the file stays
             stood = f"{Path(path).name}, line {entry.lineno}: {entry.line}"
     if not stood:
         return ""
@@ -217,6 +224,7 @@ def import_latest(workspace: str) -> None:
     """Let the next cell on ranks that stay import what the learner has saved by now."""
     Workspace(Path(workspace)).make_importable()
     package = Path(workspace).name
+    # a module that stays imported would be the version from before the last save
     for name in list(sys.modules):
         if name.partition(".")[0] == package:
             del sys.modules[name]

@@ -26,6 +26,7 @@ def beside(runs: Mapping[str, RunRecord]) -> Table:
     rows = []
     for name, run in runs.items():
         summary = run.summary
+        # the step, then its exposed parts; a simulated run has no share of cores
         seconds = [summary.step_time_s.median, *(getattr(summary.comm, part) for part in _PARTS)]
         cells = ["" if value is None else f"{1e3 * value:.0f}" for value in seconds]
         share = "simulated" if summary.cpu_share is None else percent(summary.cpu_share)

@@ -48,6 +48,7 @@ class Prediction:
         self.is_on_page: Callable[[], bool] = lambda: False  # whether somebody has the field before them
         self.asked_again = False
         stored = workspace.read(FILE).get(name, {})
+        # a number from an earlier day, unless the notebook asks for another unit by now
         if stored.get("unit") == unit and stored.get("by_learner"):
             self.value, self.measured = stored["predicted"], stored["measured"]
             self.origin = stored.get("origin", "measured")
@@ -79,6 +80,7 @@ class Prediction:
         Shift+Enter twice would otherwise pass a field that nobody has read. Where all cells run at once, or unattended,
         no field has been on a page before the next cell begins.
         """
+        # once: the learner who runs the cell again wants to go on without a number
         stops = self.value is None and not self.locked and not self.asked_again and self.is_on_page()
         self.asked_again = self.asked_again or stops
         return stops
@@ -182,6 +184,7 @@ def compared(ratio: float) -> str:
         return "there is no ratio to a measurement of 0"
     if ratio < 0:
         return "the measurement has the other sign"
+    # far off a percentage says less than a factor: 7.3 times, and not 630 % high
     if not 0.5 <= ratio <= 2:
         return f"{ratio:.3g} times the measurement"
     direction = "high" if ratio > 1 else "low"
@@ -199,6 +202,7 @@ class Calibration:
     @property
     def bias(self) -> float:
         """Return the geometric mean of predicted over measured: above 1 is guessing high."""
+        # in logarithms twice too high and twice too low cancel each other, as they should
         logarithms = [math.log(score.ratio) for score in self.scores if 0 < score.ratio < math.inf]
         if not logarithms:
             return math.nan
@@ -232,6 +236,7 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
     prediction = Prediction(name, unit, current().workspace)
     present_widget(lambda: number_field(prediction))
     update = present_live(prediction.standing)
+    # after each change the line below the field is written anew
     prediction.watchers.append(lambda: update(prediction.standing))
     _lock_when_scored()
     if measured is not None:
@@ -274,6 +279,7 @@ def _stopped(empty: Sequence[str]) -> Exception:
         f"{field} still empty: {', '.join(empty)}. Write your number into it and press Enter, or run this cell once"
         " more to go on without a prediction."
     )
+    # IPython prints these lines in place of a traceback
     error._render_traceback_ = lambda: [str(error)]
     return error
 
@@ -284,9 +290,11 @@ def names_used(cell: ast.AST) -> set[str]:
     A name of which it reads `.value` only is left out.
     """
     nodes = list(ast.walk(cell))
+    # `peak.value` reads the number, and is no use that would lock it
     only_valued = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "value"}
     names = set()
     for node in nodes:
+        # a name that is assigned, as in `peak = predict(...)`, is not read
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in only_valued:
             names.add(node.id)
     return names
@@ -322,6 +330,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         """Show the number that counts, and take no other, once the prediction is locked."""
         entry.disabled = prediction.locked
         if prediction.locked:
+            # what is still being typed is no prediction any more
             entry.value = prediction.written
 
     entry.observe(take, names="value")
@@ -337,6 +346,7 @@ def _refusal(prediction: Prediction, typed: str) -> str:
     except PredictionLocked as error:
         return str(error)
     except QuantityError as error:
+        # what cannot be read takes an earlier number away, so that the field and the score agree
         prediction.set(None)
         return f"{error}; nothing is predicted yet"
     return ""

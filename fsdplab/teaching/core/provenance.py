@@ -50,6 +50,7 @@ def origins(records: Iterable[HasProvenance], others: dict[str, str]) -> list[tu
                 raise ValueError(f"{quantity} is {origin!r}; expected one of: {', '.join(_ORIGINS)}")
             names = quantities["computed" if quantity in _COMPUTED else origin]
             name = _WORDS.get(quantity, quantity.replace("_", " "))
+            # several records of one lesson measure the same
             if name not in names:
                 names.append(name)
     return [(origin, ", ".join(names) or "nothing") for origin, names in quantities.items()]

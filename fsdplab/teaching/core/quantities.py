@@ -100,6 +100,7 @@ def single_number(value: Any) -> Any:
     """Return a numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
     if not hasattr(value, "item"):
         return value
+    # numpy's scalar, its array with `size`, torch's tensor with `numel()`
     is_number = isinstance(value, np.generic)
     is_array_of_one = getattr(value, "size", None) == 1
     is_tensor_of_one = hasattr(value, "numel") and value.numel() == 1
@@ -135,13 +136,16 @@ def _written(text: str, unit: str) -> float:
         raise QuantityError(f'expected a number and a unit such as "{example}"{point}, got {text!r}')
     digits, word = match[1], match[2]
     number = float(digits.replace(",", "").replace("_", ""))
+    # without a word the number is in the question's own unit
     given = _SPELT.get(word, word) or unit
     is_known = any(given in scales for scales in _SCALES.values())
+    # "messages" is a word, "MB/s" is none
     is_word = given.replace("_", "").isalpha()
     if not unit and is_word and not is_known:
         given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")
+    # 36 MB in kB: 36 x 1e6 / 1e3
     return number * scale_of(given) / scale_of(unit)
 
 

@@ -45,6 +45,7 @@ def register_beside(notebooks: Path) -> None:
     """Register each folder `exercises/78` beside some notebooks, in place of one beside other notebooks."""
     for folder in sorted((notebooks / "exercises").glob("[0-9][0-9]")):
         for id, (source, _) in list(_registered.items()):
+            # the package's own folder of this number stays
             is_teachers_folder = isinstance(source, Path) and source.parent != _EXERCISES
             if id.startswith(f"{folder.name}.") and is_teachers_folder:
                 del _registered[id]
@@ -59,6 +60,7 @@ def _add(source: object, items: list[Item]) -> None:
         items_of(item.id[:2])  # the package's own come first, if this is one of its notebooks
         if item.id in _registered and _registered[item.id][0] != source:
             raise ValueError(f"{item.id} is registered already; give the exercise of {source} an id of its own")
+    # an exercise that was deleted from the folder goes, too
     for id, (earlier_source, _) in list(_registered.items()):
         if earlier_source == source:
             del _registered[id]
@@ -79,6 +81,7 @@ def items_of(notebook: str) -> tuple[Item, ...]:
     """Return all items of a notebook, `items_of("01")`; empty where the course has none."""
     folder = _EXERCISES / notebook
     sources = [source for source, _ in _registered.values()]
+    # the first question about this notebook reads its folder
     if folder.is_dir() and folder not in sources:
         for item in items_in(folder):
             _registered[item.id] = (folder, item)

@@ -63,11 +63,13 @@ def _seen_on_ranks(solutions: Sequence[tuple[Exercise, Path]], workspace: Worksp
     limit = START_LIMIT
     for exercise, path in solutions:
         programs.append({"exercise": str(exercise.path), "solution": str(path), "time_limit": exercise.time_limit})
+        # a rank's own clock ends a case that takes too long: this limit is for a launch in which even that fails
         limit += exercise.time_limit * _MOST_CASES
     payload = {"workspace": str(workspace.path), "programs": programs}
     by_rank = call_on_ranks(ON_RANKS, "call_exercises", world_size=world_size, payload=payload, time_limit=limit)
     results = []
     for index, (_, path) in enumerate(solutions):
+        # by_rank is [rank][program][case]
         cases_by_rank = [programs_of_rank[index] for programs_of_rank in by_rank]
         results.append(_behaviour(cases_by_rank, path.read_text(encoding="utf-8")))
     return results
@@ -126,6 +128,7 @@ def _ended_after(seconds: float, path: Path) -> Iterator[None]:
         yield
         return
 
+    # `frame` is the line of the learner's function that the signal interrupts
     def stop(number: int, frame: types.FrameType | None) -> None:
         raise StillWaiting(waited(seconds, str(path), frame))
 

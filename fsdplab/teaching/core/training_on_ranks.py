@@ -27,6 +27,7 @@ def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     """Return why these choices cannot be run, or nothing."""
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
+    # a name that no run has is a slip of spelling, and another sentence than one that the job has fixed
     unsupported = [str(name) for name in choices if name not in names]
     unknown = [name for name in unsupported if name not in RunSpec.__dataclass_fields__]
     if unknown:
@@ -62,6 +63,7 @@ class Training:
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
         """Train one step on this rank's batch; return its collectives."""
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
+        # tokens and targets, int64 [batch_size, sequence_length]
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
         with collectives() as seen:
             self._setup.train_step([[batch]])
@@ -90,6 +92,7 @@ class Training:
 
     def most_of_ranks(self, value: int) -> int:
         """Return the largest of the ranks' values: what they decide by it, they decide alike."""
+        # int64, so that bytes stay exact
         most = torch.tensor(value)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
@@ -107,6 +110,7 @@ class Training:
             for collective in step:
                 if collective.kind == "all_gather":
                     hidden_parts.append(hidden_part(collective))
+        # one part for all ranks, their mean: what they decide by it, they decide alike
         typical = torch.tensor(statistics.median(hidden_parts) if hidden_parts else 1.0, dtype=torch.float64)
         dist.all_reduce(typical)
         return on_the_link, typical.item() / self.ranks

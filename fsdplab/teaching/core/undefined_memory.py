@@ -43,6 +43,7 @@ class UndefinedMemory(TorchDispatchMode):
             _spoil(made)
         elif func.namespace == "c10d" and name == "reduce_":
             tensors, root = args[0], args[3]
+            # reduce writes in the background: what is filled before it ends would be written over
             work = made[1] if isinstance(made, (list, tuple)) else made
             work.wait()
             if dist.get_rank() != root:

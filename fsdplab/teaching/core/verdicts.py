@@ -90,6 +90,7 @@ class Verdict:
         if self.feedback is None:
             return f"{self.exercise}: passed. {self.note}".strip()
         rows = list(self.feedback.rows())
+        # labels in a column as wide as the longest of them
         width = max((len(label) for label, _ in rows), default=0)
         lines = [f"{self.exercise}: {self._look[1]}. {self.feedback.headline}"]
         for label, text in rows:
@@ -146,6 +147,7 @@ def first_difference(
     by `tolerance`, relative to the largest expected magnitude:
     `first_difference(torch.tensor([1., 2.]), torch.tensor([1., 3.])).index == (1,)`.
     """
+    # numpy's numbers first: an np.int64(3) is as right as 3
     got = plain(got)
     if _is_tensor(expected):
         return _tensor_difference(expected, got, tolerance, name)
@@ -153,6 +155,7 @@ def first_difference(
         return _dict_difference(expected, got, tolerance, name)
     if isinstance(expected, (list, tuple)):
         return _sequence_difference(expected, got, tolerance, name)
+    # True is an int to Python, and must not pass for 1
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
         return _number_difference(expected, got, tolerance, name)
     if type(expected) is not type(got):
@@ -191,6 +194,7 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
     """Return how a tensor differs: its shape, its dtype, or the first element that does."""
     if not _is_tensor(got):
         return _type_difference(expected, got, name)
+    # the shape first, since values of another shape cannot be compared
     for problem in ("shape", "dtype"):
         want, have = getattr(expected, problem), getattr(got, problem)
         if want != have:
@@ -198,6 +202,7 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
     differs = _unequal(expected, got, tolerance)
     if not differs.any():
         return None
+    # the first place, row by row, such as (1, 0)
     index = tuple(differs.nonzero()[0].tolist())
     return Difference(name, "value", _plain(expected[index].item()), _plain(got[index].item()), index)
 
@@ -210,6 +215,7 @@ def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> tor
     allowed = 0.0
     if expected.numel():  # max() of an empty tensor is an error
         allowed = tolerance * expected.nan_to_num(0.0).abs().max().item()
+    # `not <=` instead of `>`: a NaN on one side differs too
     return ~((expected - got).abs() <= allowed) & ~both_nan
 
 
@@ -217,6 +223,7 @@ def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name:
     """Return how a dict differs: in its keys, or in the first item that does."""
     if not isinstance(got, dict):
         return _type_difference(expected, got, name)
+    # keys first: a missing one would be a KeyError below
     expected_keys, got_keys = list(map(str, sorted(expected))), list(map(str, sorted(got)))
     if expected_keys != got_keys:
         return Difference(name, "keys", ", ".join(expected_keys), ", ".join(got_keys))
@@ -231,6 +238,7 @@ def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -
     """Return how a list or tuple differs: in its length, or in the first item that does."""
     if not isinstance(got, (list, tuple)):
         return _type_difference(expected, got, name)
+    # lengths first: the items of a longer list would be compared with others' places
     if len(expected) != len(got):
         return Difference(name, "length", f"{len(expected)} items", f"{len(got)} items")
     for place, (expected_item, got_item) in enumerate(zip(expected, got, strict=True)):

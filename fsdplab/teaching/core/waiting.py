@@ -102,6 +102,7 @@ class Waiting:
 
     def _show(self, over: threading.Event, began: float) -> None:
         """Show the line once a cell takes long, and count its seconds until the cell is over."""
+        # the cell was over before two seconds had passed: no line at all
         if over.wait(self._quiet):
             return
         display = notebook_display()
@@ -110,6 +111,7 @@ class Waiting:
         line = display(state(time.monotonic() - began), display_id=True)
         if line is None:
             return
+        # waits a second, or less when the cell ends
         while not over.wait(self._every):
             line.update(state(time.monotonic() - began))
         line.update(Text("", "") if self._interrupted else state(time.monotonic() - began, over=True))

@@ -120,6 +120,7 @@ class Workspace:
     def make_importable(self) -> None:
         """Let `from my_fsdp import ...` find this folder in this process, before any other of that name."""
         parent = str(self.path.resolve().parent)
+        # first in the path, and once, however often a notebook is opened
         sys.path[:] = [parent, *(entry for entry in sys.path if entry != parent)]
 
     def failed_tries(self, exercise: str) -> int:
@@ -134,6 +135,7 @@ class Workspace:
 
     def note_pass(self, exercise: str, source: str, written: str = "") -> None:
         """Remember that this very source passed its check; of a stage, `written` is the exercise whose file it is."""
+        # of the text and not of its time: saving the same text again keeps the pass
         news = {"passed": fingerprint(source)}
         if written:
             news["written"] = written
@@ -150,6 +152,7 @@ class Workspace:
     def has_passed(self, exercise: str) -> bool:
         """Return whether the source that is saved now is one that passed."""
         noted = self.read("progress.json").get(exercise, {})
+        # a pass counts for the text that passed: an edit afterwards takes it back
         source = self.source_of(noted.get("written", exercise))
         return source is not None and noted.get("passed") == fingerprint(source)
 

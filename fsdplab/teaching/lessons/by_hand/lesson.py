@@ -45,6 +45,7 @@ def trained(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list
 
 def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
     """Return what rank 0 saw, and where ranks differ what all saw."""
+    # bytes and messages are alike on all ranks, losses and moments are each rank's own
     values = dict(by_rank[0])
     del values["losses"]  # each rank has its own
     values["calls"] = [Call(*call) for call in values["calls"]]
@@ -144,6 +145,7 @@ class Runs(HasTable):
         """
         first = self.runs[0]
         twin = first.twin_losses
+        # an all-reduce of P bytes, by the textbook
         expected = 2 * first.payload * (first.ranks - 1) // first.ranks
         rows = [["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * first.payload:,}"]]
         for run in self.runs:
@@ -180,6 +182,7 @@ class Faulty:
         last = len(adamw.losses) - 1
         columns = (adamw.twin_losses, adamw.losses, sgd.twin_losses, sgd.losses)
         rows = []
+        # the first two, the middle one and the last
         for step in sorted({0, 1, last // 2, last}):
             rows.append([step + 1, *(f"{losses[step]:.4f}" for losses in columns)])
         header = ["step", "AdamW: twin", "AdamW: this version", "SGD: twin", "SGD: this version"]
@@ -189,6 +192,7 @@ class Faulty:
         """Return the first step's gradients, grouped by how many times the twin's they are."""
         groups: dict[str, list[str]] = {}
         for name, ratio in self.runs[0].ratios.items():
+            # gradients whose factor rounds to the same two digits
             groups.setdefault(f"{ratio:.2f}", []).append(name)
         rows = [[f"{ratio} x", len(names), _some(names)] for ratio, names in sorted(groups.items())]
         caption = "Measured in the first step: the gradient's norm over that of the twin's."
@@ -228,6 +232,7 @@ def bucket_figure(runs: Sequence[Run]) -> go.Figure:
     figure = go.Figure([ready])
     senders = [run for run in runs if run.sent]
     for run, colour in zip(senders, SENT):
+        # behind the last gradient all has been sent: P bytes
         figure.add_trace(_steps(f"sent: {run.name}", (*run.sent, run.payload), colour))
     figure.add_annotation(
         x=gradients + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
@@ -236,6 +241,7 @@ def bucket_figure(runs: Sequence[Run]) -> go.Figure:
     figure.update_yaxes(title="kB", range=[0, 1.12 * most])
 
     first, last = senders[0], senders[-1]
+    # what the last run sends only after backward
     unsent = last.payload - last.sent[-1]
     rest = size(unsent) if unsent else "nothing"
     title = f"{last.collectives} messages instead of {first.collectives}; {rest} left after backward"

@@ -73,6 +73,7 @@ class Trainer:
         """Take the optimizer's step (the learner's own where there is one), then empty gradients."""
         update = self.update or self.optimizer.step
         update()
+        # a sharded optimizer has rows only: the model's own gradients are emptied below
         self.optimizer.zero_grad()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -87,6 +88,7 @@ class Trainer:
         wholes = {}
         for name, parameter in self.parameters.items():
             value = parameter.detach()
+            # an all-gather, which all ranks call in the same order
             wholes[name] = value.full_tensor() if isinstance(value, DTensor) else value
         return wholes
 
@@ -166,9 +168,12 @@ def zero2(trainer: Trainer, way: Way) -> None:
 
 def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
     """Make pairs (parameter, this rank's rows) and an optimizer of the rows only; return the learner's reduce_rows."""
+    # the learner's three functions, or the references
     rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
     for parameter in trainer.model.parameters():
+        # such as 2 and 4, for rank 1 of 3 and 6 rows
         start, stop = rows_of(len(parameter), dist.get_rank(), dist.get_world_size())
+        # a view: what is stepped in the rows is in the whole parameter, too
         trainer.pairs.append((parameter, nn.Parameter(parameter.detach()[start:stop])))
     trainer.optimizer = make_optimizer(way["optimizer"], [rows for _, rows in trainer.pairs])
     trainer.update = lambda: step_and_gather(trainer.pairs, trainer.optimizer)
@@ -190,6 +195,7 @@ def trainer_of(model: nn.Module, way: Way, log: WireLog) -> Trainer:
     trainer = Trainer(model, make_optimizer(way["optimizer"], list(model.parameters())), log)
     attach = BY_HAND.get(way["kind"])
     if attach is not None:
+        # hooks run in the order in which they are registered: ready, the learner's, sent
         trainer.after_each_gradient(trainer.note_ready)
         attach(trainer, way)
         trainer.after_each_gradient(trainer.note_sent)
@@ -227,6 +233,7 @@ def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
     twins: dict[str, Twin] = {}  # by optimizer
     for way in payload["ways"]:
         name = way["optimizer"]
+        # one twin for each optimizer, whatever the ways are
         if name not in twins:
             twins[name] = _twin(build_model(model), text, steps, name)
     return [_train(build_model(model), way, text, steps, twins[way["optimizer"]]) for way in payload["ways"]]
@@ -247,13 +254,16 @@ def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -
             with collectives() as of_the_lab:
                 loss = loss_of(trainer.model, *batch(text, step, dist.get_rank()))
                 loss.backward()
+                # sent while backward ran; what follows is of `reduce` and of the step
                 in_backward = len(log.calls)
                 trainer.reduce()
+                # of the first step only, while both have the same weights
                 first_norms = first_norms or trainer.gradient_norms()
                 trainer.step()
             losses.append(loss.item())
     ratios = {}
     for name, norm in first_norms.items():
+        # the ratio of two rounding errors means nothing
         if twin.norms[name] > NOISE:
             ratios[name] = norm / twin.norms[name]
     return {

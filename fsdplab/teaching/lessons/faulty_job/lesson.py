@@ -120,6 +120,7 @@ class Report:
 def reports(seen: Seen) -> list[Report]:
     """Return all that the rules find, the likeliest cause first; nothing for a sound job."""
     findings = []
+    # in this order, since a cause hides those behind it: without equal calls there is no loss to compare
     for rule in (_unlike_calls, _not_finite, _seeds, _unwaited, _divisor, _masters, _held, _late):
         report = rule(seen)
         if report is not None:
@@ -144,6 +145,7 @@ def of_record(record: RunRecord) -> Report | None:
 
 def place_of_difference(calls: Sequence[Sequence[Row]]) -> int | None:
     """Return the first place at which two ranks make calls that do not fit together; None where there is none."""
+    # a rank that was ended has fewer calls, and what it lacks is no difference
     for place in range(min(map(len, calls))):
         different = {(of_rank[place]["kind"], of_rank[place]["nbytes"]) for of_rank in calls}
         if len(different) > 1:
@@ -167,6 +169,7 @@ def _unlike_calls(seen: Seen) -> Report | None:
         lines_of_rank.append({call["line"] for call in calls})
     for rank, call in enumerate(at_place):
         line = call["line"]
+        # a line from which no other rank ever called: a branch that this rank alone took
         others = lines_of_rank[:rank] + lines_of_rank[rank + 1 :]
         if not any(line in lines for lines in others):
             says = f"{says} Line {line} was reached by rank {rank} alone."
@@ -180,10 +183,12 @@ def _not_finite(seen: Seen) -> Report | None:
     bad = []  # (the call's number, rank, the call)
     for rank, calls in enumerate(seen.calls):
         for call in calls:
+            # an all-gather's input is parameters, which a sum of an earlier call has spoiled
             if call["kind"] != "all_gather" and not call["finite"]:
                 bad.append((call["number"], rank, call))
     if not bad:
         return None
+    # the first call, on the lowest rank
     number, rank, call = min(bad, key=lambda place: place[:2])
     others = " as on other ranks"
     if [place[0] for place in bad].count(number) == 1:
@@ -233,9 +238,11 @@ def _divisor(seen: Seen) -> Report | None:
         for factor, remainder in rank.get("ratios", ()):
             factors.append(factor)
             remainders.append(remainder)
+    # gradients that are no multiple of the twin's have another fault
     if not factors or max(remainders) > 1e-3:
         return None
     first = factors[0]
+    # one factor in every unit and on every rank, such as 2 for a sum over 2 ranks
     is_one_factor = min(factors) > 0 and max(factors) < _MORE * min(factors)
     if not is_one_factor or abs(first - 1) < 1e-3:
         return None
@@ -287,6 +294,7 @@ def drift(seen: Seen) -> float | None:
         return None
     for losses, twin_loss in zip(by_step, seen.ranks[0]["twin_losses"]):
         mean = fmean(losses)
+        # relative to the twin's loss; a NaN is infinitely far
         distances.append(abs(mean - twin_loss) / twin_loss if math.isfinite(mean) else math.inf)
     return max(distances)
 
@@ -319,6 +327,7 @@ def _late(seen: Seen) -> Report | None:
     for call in seen.calls[0]:
         begins.setdefault(call["step"], call["issued"])
     times = sorted(begins.values())
+    # the mean length of a step, from first call to first call
     step_ns = (times[-1] - times[0]) / (len(times) - 1)
     late = late_rank(arrivals(seen), step_ns)
     if late is None:
@@ -363,5 +372,6 @@ def _calls(path: Path) -> list[Row]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):  # a rank that was ended may have written half of its last line
             row = json.loads(line)
+            # the second line of a call adds `done` to the first
             by_number.setdefault(row["number"], {}).update(row)
     return list(by_number.values())

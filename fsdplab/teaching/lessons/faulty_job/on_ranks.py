@@ -53,10 +53,12 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
         "units": [4 * unit.size for unit in units],
     }
     dist.barrier()
+    # short, so that a message that never comes ends the job in seconds
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S))
     first_gradients: list[torch.Tensor] = []
     try:
         for step in range(payload["steps"]):
+            # shards before the step, for the part that the step leaves as it was
             before = [unit.shard.detach().clone() for unit in units]
             with log.of_step(step):
                 seen["losses"].append(job.train_step(units, optimizer, step, rank))
@@ -153,7 +155,9 @@ class CallLog:
         """Return the function with each call of it noted, and its wait."""
 
         def call(*arguments: Any, **named: Any) -> Any:
+            # the job's own line that made the call
             frame = sys._getframe(1)
+            # the whole tensor: a reduce-scatter's input, an all-gather's output
             payload = arguments[1] if kind == "reduce_scatter" else arguments[0]
             number = self._number
             self._number += 1
@@ -164,6 +168,7 @@ class CallLog:
                 nbytes=payload.nbytes,
                 issued=time.time_ns(),
                 line=frame.f_lineno,
+                # the last argument is what this rank gives
                 finite=bool(arguments[-1].isfinite().all()),
             )
             work = original(*arguments, **named)
@@ -178,6 +183,7 @@ class CallLog:
 
     def _hold(self, whole: torch.Tensor) -> None:
         """Note the bytes of the unsharded parameters that are still referred to."""
+        # a weak reference, so that the watch keeps nothing in memory
         self._gathered.append(weakref.ref(whole))
         alive, nbytes = [], 0
         for ref in self._gathered:

@@ -61,6 +61,7 @@ def measure_bandwidth(
 
     `chosen` is the time that stands for the repeats; the shortest is least disturbed by other programs.
     """
+    # a payload of fp32 is cut into as many equal blocks as there are ranks
     divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]
     by_rank = _on_ranks("timed", world_size, sizes=divided, repeats=repeats)
     timings = []
@@ -92,6 +93,7 @@ def ring_cells(ranks: int) -> list[HeldCell]:
     cells = []
     for rank, moment in product(range(ranks), repeat=2):
         for step in range(-1, moment):  # -1: its own block, there from the start
+            # on rank 0 of 3: its own block 0 (step -1), then blocks 2 and 1
             block = (rank - 1 - step) % ranks
             label = ""
             if step < 0:
@@ -169,6 +171,7 @@ def sent_figure(megabytes: float, ranks: int) -> go.Figure:
     `ranks` is marked. Dashed: what it comes near to with ever more ranks, P and 2 P.
     """
     figure = go.Figure()
+    # the chosen number of ranks has a large mark
     marker_sizes = [18 if count == ranks else 7 for count in RANKS]
     for kind, name in (("all_gather", "all_gather, reduce_scatter"), ("all_reduce", "all_reduce")):
         drawn = line(
@@ -261,7 +264,9 @@ def bandwidth_figure(measured: Bandwidth) -> go.Figure:
     for kind in by_kind:
         at_largest[kind] = measured.at(kind, measured.largest).busbw
         ends.append(f"{kind} {_rate(at_largest[kind])}")
+    # the title compares the fastest collective's largest message with its smallest
     best = max(at_largest, key=lambda kind: at_largest[kind])
+    # small messages show latency, large ones bandwidth
     smallest = min(by_kind[best], key=lambda timing: timing.nbytes)
     least = f"{_rate(smallest.busbw)} at {size(smallest.nbytes)}"
     largest = size(measured.largest)

@@ -25,6 +25,7 @@ def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
     There are `payload["block"]` elements a rank.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
+    # rank 0 has 1 2 3, rank 1 10 20 30: in a sum each digit is one rank's
     start = 10.0**rank * torch.arange(1, n * payload["block"] + 1)  # [n * block]
     block_sum = reduce_scatter(start)  # [block]
     whole = all_gather(block_sum)
@@ -92,6 +93,7 @@ def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
     call()  # the first call also opens connections
     took = []
     for _ in range(repeats):
+        # ranks that begin together, else the first one's time is waiting
         dist.barrier()
         began = time.perf_counter()
         call()

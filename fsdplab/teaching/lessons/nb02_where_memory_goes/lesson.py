@@ -32,6 +32,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: 
     `bars` has bytes by category for each name; without a `card` (bytes) there is no line and no alarm.
     """
     totals = {name: sum(split.values()) for name, split in bars.items()}
+    # one unit for all bars: GB where any bar, or the card, has a GB
     widest = max(*totals.values(), card or 0)
     scale, unit = (1e9, "GB") if widest >= 1e9 else (1e6, "MB")
 
@@ -103,6 +104,7 @@ def planned(job: RunSpec) -> PlanSpec:
 def predicted(job: RunSpec) -> dict[str, float]:
     """Return the bytes by category at the planned peak, without what only a GPU needs."""
     by_category = dict(memory_of(planned(job)).peak.by_category)
+    # a CUDA context and its kernels, which a CPU rank does not have
     by_category["other"] -= FRAMEWORK_BYTES
     return by_category
 
@@ -152,6 +154,7 @@ def _instants(job: RunSpec | PlanSpec, notable: bool = False) -> list[tuple[str,
     found = []
     for one, two in zip(with_one, with_two, strict=True):
         if one.notable or not notable:
+            # total = fixed + sequences x per_sequence: of totals 5 and 7 GB, 2 a sequence and 3 fixed
             per_sequence = two.total - one.total
             found.append((one.name, 2 * one.total - two.total - framework_bytes, per_sequence))
     return found

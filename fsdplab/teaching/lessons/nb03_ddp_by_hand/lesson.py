@@ -69,6 +69,7 @@ def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
     full: list[int] = []
     filled = 0
     for nbytes in sizes:
+        # a bucket may be larger than its limit, by the gradient that fills it
         filled += nbytes
         if filled >= bucket_bytes:
             full.append(filled)
@@ -96,13 +97,16 @@ class Cost:
 def costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> list[Cost]:
     """Return the costs of one message a gradient, of buckets of `bucket_MB`, and of one message for all."""
     sizes, start = gradient_sizes(model), start_us * 1e-6
+    # a bucket leaves once it holds so many bytes: with 0 each gradient leaves by itself
     limits = {"one a gradient": 0.0, f"buckets of {bucket_MB:g} MB": bucket_MB * 1e6, "one for all": sum(sizes)}
     choices = []
     for name, limit in limits.items():
         seconds_of_messages = []
         for nbytes in buckets(sizes, limit):
+            # an all-reduce, by the textbook
             sent = 2 * nbytes * (ranks - 1) / ranks
             seconds_of_messages.append(sent / (GB_per_s * 1e9))
+        # the last one leaves when backward is over: its start and its bytes are all exposed
         *before, last = seconds_of_messages
         choices.append(Cost(name, len(before) + 1, len(before) * start, sum(before), start + last))
     return choices

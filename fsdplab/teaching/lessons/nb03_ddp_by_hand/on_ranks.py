@@ -45,6 +45,7 @@ def two_steps(attach: Callable[[nn.Module], Any]) -> list[Step]:
         tokens, targets = text.batch(number, dist.get_rank(), dist.get_world_size(), batch_size=2, sequence_length=32)
         with WireLog() as log:
             loss_of(model, tokens, targets).backward()
+            # what the learner's hooks sent while backward ran; `finish` sends the rest
             sent = len(log.calls)
             if callable(finish):
                 finish()

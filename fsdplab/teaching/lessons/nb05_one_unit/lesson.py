@@ -29,6 +29,7 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     c = -(-rows // ranks)
     row_cells, padding = [], []
     for number in range(ranks * c):
+        # of 7 rows on 3 ranks c is 3: number 7 is place 1 on rank 2, and padding
         rank, place = divmod(number, c)
         if number < rows:
             row_cells.append(Span(f"rank {rank}", place, 1, str(number)))
@@ -52,6 +53,7 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_layout(barmode="overlay")
 
+    # ranks without a row: 5 rows on 4 ranks leave rank 3 none
     empty, shards = 0, []
     for rank in range(ranks):
         first, last = rank * c, min(rows, (rank + 1) * c) - 1
@@ -166,6 +168,7 @@ def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -
     by_rank = _on_ranks("layer_life", world_size, parts=PARTS, rows=rows, columns=columns)
     worst = {}
     for name in by_rank[0]["differences"]:
+        # of all ranks the largest difference; moments are those of rank 0
         worst[name] = max(seen["differences"][name] for seen in by_rank)
     return Life(4 * rows * columns, world_size, tuple(by_rank[0]["moments"]), worst)
 

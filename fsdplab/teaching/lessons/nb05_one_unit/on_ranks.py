@@ -32,6 +32,7 @@ def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
     moments, output, gradient = _life(layer, inputs[rank], parts)
     twin_outputs, twin_gradient = _of_the_twin(twin, inputs)
+    # the learner's own `shard` cuts the twin's gradient as it cut the parameters
     right_shard = parts.shard(twin_gradient, rank, ranks)
     differences = {
         "output": float((output - twin_outputs[rank]).abs().max()),
@@ -45,6 +46,7 @@ def _layer_and_twin(rows: int, columns: int) -> tuple[nn.Linear, nn.Linear, list
     torch.manual_seed(0)
     layer, twin = nn.Linear(columns, rows, bias=False), nn.Linear(columns, rows, bias=False)
     twin.load_state_dict(layer.state_dict())
+    # of all ranks, drawn from one seed: each rank takes its own, the twin takes all
     inputs = [torch.randn(8, columns, requires_grad=True) for _ in range(dist.get_world_size())]
     return layer, twin, inputs
 
@@ -53,6 +55,7 @@ def _life(
     layer: nn.Linear, x: torch.Tensor, parts: SimpleNamespace
 ) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
     """Return the life in time order: (moments, output, this rank's shard of the mean gradient)."""
+    # `whole` keeps its shape when its memory is given back, and the layer computes with it
     weight, whole = layer.weight, layer.weight.data
     moments: list[dict[str, Any]] = []
     reduced: torch.Tensor | None = None
@@ -62,6 +65,7 @@ def _life(
             {
                 "moment": moment,
                 "sharded_parameters": shard.nbytes,
+                # of the storage: 0 after a reshard, where `whole.nbytes` stays
                 "unsharded_parameters": whole.untyped_storage().nbytes(),
                 "unsharded_gradients": 0 if weight.grad is None else weight.grad.nbytes,
                 "sharded_gradients": 0 if reduced is None else reduced.nbytes,
@@ -94,6 +98,7 @@ def _of_the_twin(twin: nn.Linear, inputs: list[torch.Tensor]) -> tuple[list[torc
     """Return the whole layer's outputs for every rank's input, and the mean of its gradients."""
     outputs, total = [], torch.zeros_like(twin.weight)
     for x in inputs:
+        # each rank's gradient by itself; `total` sums them up
         twin.weight.grad = None
         y = twin(x)
         y.square().sum().backward()

@@ -50,6 +50,7 @@ class MiniUnit:
         self.name, self.is_root = name, name == "root"
         self._parameters = parameters
         self.whole = torch.cat([parameter.detach().flatten() for parameter in parameters])  # [P]
+        # views of `whole`, one a parameter: what is unsharded into it is in the parameters
         pieces = self.whole.split([parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.data = piece.view(parameter.shape)  # autograd keeps such views: they must stay valid
@@ -66,7 +67,9 @@ class MiniUnit:
 
         RuntimeError where there is none.
         """
+        # frozen parameters of a unit never have a gradient
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        # without this a second call would return zeros
         if all(parameter.grad is None for parameter in trained):
             raise RuntimeError(f"unit {self.name} has no gradient: take_gradient() comes after its backward, once")
         gradients = []
@@ -153,6 +156,7 @@ class MiniFSDP:
         def called(*given: Any, **named: Any) -> Any:
             arguments = given
             if named:
+                # names of arguments are the learner's own: their order is what counts
                 arguments = parameters.bind(*given, **named).args
             require_arguments(unit, name, arguments)
             with WireLog() as wire:
@@ -176,6 +180,7 @@ class MiniFSDP:
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """Return every parameter of the model, whole: unsharded a unit at a time."""
         for unit in self.units:
+            # all units at once, as nothing is trained meanwhile
             self.parts.unshard(unit.mine, unit.whole)
         values = {name: parameter.detach().clone() for name, parameter in self._named}
         for unit in self.units:
@@ -204,6 +209,7 @@ def chosen(model: nn.Module, is_unit: Wanted) -> Iterator[tuple[str, nn.Module, 
     """
     modules = [(name, module) for name, module in model.named_modules() if name and is_unit(name, module)]
     held_below: set[nn.Parameter] = set()
+    # inner modules first: a unit inside a unit takes its own parameters, and the root what is left
     for name, module in [*reversed(modules), ("root", model)]:
         if type(module).forward is nn.Module.forward:
             raise ValueError(
@@ -248,6 +254,7 @@ def require_arguments(unit: MiniUnit, name: str, arguments: tuple[Any, ...]) -> 
     attributes = {"unshard": ("mine", "whole"), "reshard": ("whole",)}.get(name)
     if attributes is None:
         return
+    # by identity: a copy of `whole` would be filled in its place
     tensors = [getattr(unit, attribute) for attribute in attributes]
     are_own = all(argument is tensor for argument, tensor in zip(arguments, tensors))
     if len(arguments) != len(tensors) or not are_own:

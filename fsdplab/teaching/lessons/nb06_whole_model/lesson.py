@@ -101,6 +101,7 @@ class Training(HasTable):
         """Return losses, distance from the twin, collectives, bytes and unsharded bytes, an engine a row."""
         rows = []
         for name, losses in self.losses.items():
+            # two losses, two cells of the distance from the twin, three of one step's messages and memory
             row = [name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", "", "", "", "", ""]
             if name in self.differs:
                 differs = self.differs[name]
@@ -154,11 +155,13 @@ def train(
     for name in names:
         if name == "twin":
             continue
+        # what each rank saw under this engine; the record is of rank 0
         runs = [rank[name] for rank in by_rank]
         losses[name] = _mean([run["losses"] for run in runs])
         records[name] = record_of(name, runs[0], losses[name], work, computed)
         rows[name] = runs[0]["rows"]
         if "twin" in names:
+            # of the rank that is farthest from the twin
             differs[name] = max((run["differs"] for run in runs), key=lambda differs: differs["largest"])
     return Training(whose(*PARTS, "06.hooks"), records, losses, differs, rows, computed)
 
@@ -233,6 +236,7 @@ def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
                 "unit": row["unit"],
                 "phase": row["phase"],
                 "kind": _KINDS[row["what"]],
+                # `bytes` are those of this rank's shard
                 "logical_bytes": row["bytes"] * ranks,
                 "wire_bytes": round(sent),
             }
@@ -252,6 +256,7 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
         rows = ledger(run["rows"], ranks)
     last_step = [row for row in rows if row["step"] == last]
     sent = sum(row["wire_bytes"] for row in last_step)
+    # after each call the bytes of all units together
     unsharded = [sum(row["unsharded"].values()) for row in run["rows"]]
     summary = Summary(
         losses=tuple(losses),
@@ -282,6 +287,7 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
     parts = []
     colours = chain(COLOURS[:1], cycle(COLOURS[1:]))  # the root, which is last, has the first one
     for (unit, _), colour in zip(reversed(training.plan.units), colours):
+        # one value a bar, which is a call; 0 where this unit is sharded
         megabytes = [row["unsharded"].get(unit, 0) / 1e6 for row in rows]
         parts.append(Part(unit, colour, megabytes))
     whole = sum(nbytes for _, nbytes in training.plan.units)
@@ -421,6 +427,7 @@ def choices_figure(
         f"{name} {size(choice.peak)} with {choice.collectives} collectives" for name, choice in plans.items()
     )
     alt = f"Bars of unsharded bytes: {bars}."
+    # the level that a learner's own choice must stay under
     if target:
         alt = f"{alt} Target {size(target)}."
     title = _choices_title(plans, target, names_last=bool(more))
@@ -438,6 +445,7 @@ def _ticks(measured: dict[str, float]) -> go.Scatter:
 def _choices_title(plans: dict[str, Plan], target: int | None, names_last: bool) -> str:
     """Return a title with the choices of highest and lowest peak, or with the last choice and the target."""
     if not names_last:
+        # the choice with the highest peak and the one with the lowest
         ranked = sorted(plans.items(), key=lambda named: -named[1].peak)
         ends = [f"{name}: {size(choice.peak)} and {choice.collectives}" for name, choice in (ranked[0], ranked[-1])]
         return " collectives; ".join(ends)

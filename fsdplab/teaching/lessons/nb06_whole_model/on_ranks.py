@@ -81,6 +81,7 @@ def under(name: str, model: nn.Module, is_unit: Wanted | None, prefetch: int) ->
         return Library(shard_model(model, "full_shard", units=units, prefetch=prefetch), listener)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     blocks = [module for module in model.modules() if isinstance(module, block_types(model))]
+    # blocks first: what is left over is the root's
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh)
     return Library(model)
@@ -172,6 +173,7 @@ def train_all(payload: dict[str, Any]) -> dict[str, Any]:
         is_unit = functions("06.choose_units")["choose_units"]
     results: dict[str, Any] = {}
     if "twin" in payload["engines"]:
+        # first, since the engines are compared with its parameters
         results["twin"], twin_parameters = twin_trained(work)
     for name in payload["engines"]:
         if name == "twin":
@@ -220,6 +222,7 @@ class Listener:
                 }
             )
         elif isinstance(event, events.Tag) and event.category == "unsharded_parameters":
+            # a unit is unsharded when its parameters are tagged so, and resharded when its state changes
             self._held[event.unit] = event.nbytes
             self._row(event.unit, "unshard", "")
         elif isinstance(event, events.Transition) and event.after == "sharded":
@@ -299,6 +302,7 @@ def scheduled(payload: dict[str, Any]) -> dict[str, Any]:
     open_course(workspace=payload["workspace"])
     blocks, width = payload["blocks"], payload["width"]
     functions_in_use = parts(hooks=lambda *arguments: ())
+    # [("unshard", 0), ("forward", 0), ...], as the learner's function returns it
     actions = functions("06.schedule")["schedule"](blocks)
     expected = _slices_of_the_twin(_blocks(blocks, width), functions_in_use)
     step = _Step(_blocks(blocks, width), _batch(dist.get_rank(), width), functions_in_use)
@@ -335,6 +339,7 @@ class _Step:
     def take(self, action: str, block: int) -> float:
         """Do one action; return what is in memory after it (unsharded blocks and unsharded gradients), in blocks."""
         getattr(self, f"_{action}")(block)
+        # `whole` keeps its shape when its memory is given back, so this is a block's size
         size = max(unit.whole.nbytes for unit in self.units)
         unsharded = sum(unit.gathered_bytes for unit in self.units)
         return unsharded / size + self._gradient_bytes() / size
@@ -356,6 +361,7 @@ class _Step:
 
     def _forward(self, block: int) -> None:
         """Compute a block, and keep its input and output for the backward."""
+        # cut off from the block before, so that each block's backward can be called by itself
         self.inputs[block] = self.x.detach().requires_grad_()
         self.outputs[block] = self.blocks[block](self.inputs[block])
         self.x = self.outputs[block]
@@ -366,6 +372,7 @@ class _Step:
         if block == len(self.blocks) - 1:
             output.square().mean().backward()
         else:
+            # the gradient of this block's output is that of the next block's input
             output.backward(self.inputs[block + 1].grad)
 
     def _reduce(self, block: int) -> None:

@@ -59,6 +59,7 @@ class Played:
     def held_at_peak(self) -> list[Span]:
         """Return the blocks and gradients in memory when they are most, for the first time."""
         most: list[Span] = []
+        # memory only grows where a span begins, so the peak is at one of the starts
         for time in sorted({span.start for span in self.memory}):
             held = [span for span in self.memory if span.start <= time < span.end]
             if len(held) > len(most):
@@ -78,6 +79,7 @@ def play(steps: Any, blocks: int) -> Played:
     """Play one step of `blocks` blocks; ScheduleError where it cannot be run or leaves something undone."""
     player = _Player(blocks)
     for number, (action, block) in enumerate(_read(steps, blocks)):
+        # what an error names
         player.at = f"entry {number}, {action} {block}"
         getattr(player, f"_{action}")(block)
     return player.finish()
@@ -124,6 +126,7 @@ class _Player:
 
     def _message(self, what: str, block: int) -> Span:
         """Send a message as soon as the link is free; the rank does not wait for it."""
+        # two messages at 0 ms: one from 0 to 2, the other from 2 to 4
         start = max(self.now, self.link)
         self.link = start + MESSAGE
         message = Span(what, block, start, self.link)
@@ -143,6 +146,7 @@ class _Player:
         unshard = self.unshards.pop(block)
         if self.now < unshard.end:
             self._refuse("its unshard is still under way; nothing has used it")
+        # counted from the start of the message, which is when its memory is allocated
         self.memory.append(Span("unsharded", block, unshard.start, self.now))
 
     def _compute(self, what: str, block: int, lasts: int) -> int:
@@ -152,6 +156,7 @@ class _Player:
         next_what, next_block = self._next_computation()
         if (what, block) != (next_what, next_block):
             self._refuse(f"now comes {next_what} {next_block}: forward runs from block 0 up, backward down again")
+        # waits where the unshard is not there yet: that time is exposed
         start = max(self.now, self.unshards[block].end)
         self.now = start + lasts
         self.computed.append((what, block))
@@ -164,6 +169,7 @@ class _Player:
         if number < self.blocks:
             return "forward", number
         if number < 2 * self.blocks:
+            # of 4 blocks the fifth computation (number 4) is backward 3
             return "backward", 2 * self.blocks - 1 - number
         return "the end of the step", ""
 
@@ -171,6 +177,7 @@ class _Player:
         self._compute("forward", block, FORWARD)
 
     def _backward(self, block: int) -> None:
+        # an unsharded gradient begins with its backward
         self.gradients[block] = self._compute("backward", block, BACKWARD)
 
     def _reduce(self, block: int) -> None:
@@ -240,6 +247,7 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     for what, spans in by_what.items():
         if spans:
             figure.add_trace(_bars(what, spans, rows))
+    # the axis reaches at least to the target
     longest = max(played.milliseconds, shortest(blocks))
     figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * longest])
     figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), **CLOCK)
@@ -259,6 +267,7 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
 def _bars(what: str, spans: Sequence[Span], rows: dict[str, float]) -> go.Bar:
     """Return all spans of one kind; those of the rank and the link have their block's number."""
     colour, name = _LOOKS[what]
+    # messages on the link's row, memory on the block's own, all else on the rank's
     row_of = {"unsharded": "block {}", "gradient": "gradient {}", "unshard": "link", "reduce": "link"}
     row = row_of.get(what, "rank")
     drawn = []

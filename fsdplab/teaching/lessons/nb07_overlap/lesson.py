@@ -57,6 +57,7 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
     places = {speed: math.log2(speed / links[0]) for speed in links}
     figure = go.Figure()
     for (name, points), (colour, width, dash) in zip(curves.items(), _LINES, strict=True):
+        # 25 MB/s is at 0, 50 at 1, 100 at 2
         at = [places[speed] for speed, _, _ in points]
         shares = [100 * exposed / moved for _, exposed, moved in points]
         hover = f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms<extra></extra>"
@@ -128,6 +129,7 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
     """
     curves: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
     for link in links:
+        # the same sequences, shorter or longer, so that a step has so many tokens
         behind = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
         records = {}
         for name, depth in MOST_AHEAD.items():
@@ -169,6 +171,7 @@ class Ruled(Schedule):
 
     def before_backward(self, unit: str) -> list[str]:
         """Return what the rule says to unshard behind the backward of `unit`."""
+        # backward takes the units in reverse order of their forwards
         order = self._ended[::-1]
         if unit not in order:
             return []
@@ -201,6 +204,7 @@ def on_the_card(settings: dict[str, Any]) -> Table:
     if refused:
         raise ValueError(refused)
     by_rank = _on_ranks("on_this_rank", **settings)
+    # the rank that is exposed longest, as in a record
     worst = max(by_rank, key=lambda rank: sum(rank["exposed"].values()))
     total = sum(worst["exposed"].values())
     rows = [[name, f"{ms:.0f}"] for name, ms in worst["exposed"].items()]

@@ -31,6 +31,7 @@ BLOCKS, PARTS, WIDTH = 8, 8, 32
 FORWARD_MS, BACKWARD_MS = 40.0, 60.0  # of one block, for one sequence
 # a block's bytes in bf16 on the link, and the latency of each message, between two ranks
 GATHER_MS, LATENCY_MS = 40.0, 20.0
+# 8 x 32 x 32 elements of 2 bytes, of which each of 2 ranks sends half
 BYTES_PER_S = PARTS * WIDTH * WIDTH * 2 / 2 / (GATHER_MS / 1e3)
 TARGET_MS = 300
 MOST_SEQUENCES = 2  # that the card's memory holds
@@ -65,6 +66,7 @@ class Card:
 
     def compute(self, seconds: float) -> None:
         """Compute for so long, from when the card is free; the host waits for it."""
+        # not the present time: a host that woke late must not make the step longer
         start = self.free_ns
         self.free_ns = start + round(1e9 * seconds)
         self.computed.append((start, self.free_ns))
@@ -73,6 +75,7 @@ class Card:
     def on_event(self, event: events.Event) -> None:
         """Note a message that the host has waited for: the card goes on when the link has delivered it."""
         if isinstance(event, events.Collective):
+            # the link's own times, which no delay of the host is in
             self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
             self.free_ns = max(self.free_ns, event.end_ns)
 
@@ -82,6 +85,7 @@ class Card:
         exposed_ms = {}
         for place, transfers in self.moved.items():
             exposed_ms[place] = length(subtract(transfers, covered)) / 1e6
+            # what is exposed in one place is not counted again in the next
             covered = union(covered, transfers)
         return exposed_ms
 
@@ -99,6 +103,7 @@ class Computing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, card: Card, takes: tuple[float, float]) -> Tensor:
         """Sleep for the forward's time: a sleeping rank takes no core from the other."""
+        # (forward, backward) seconds
         ctx.card, ctx.seconds = card, takes[1]
         card.compute(takes[0])
         return x.view_as(x)
@@ -121,6 +126,7 @@ class Part(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
+        # unless each part is a unit, seven of a block's eight parts take no time
         if not any(self.takes):
             return y
         return Computing.apply(y, self.card, self.takes)
@@ -174,6 +180,7 @@ def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
         steps.append(step)
         most = torch.tensor(total(step))
         dist.all_reduce(most, dist.ReduceOp.MAX)
+        # all ranks have the same `most`, so they stop together; step 0 learns the order of the units
         if number > 0 and most <= TARGET_MS:
             break
     unsubscribe()

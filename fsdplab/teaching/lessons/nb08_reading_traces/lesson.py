@@ -84,6 +84,7 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
     rows = []
     for row in messages:
         issued = row["issue_ns"]
+        # computing that an earlier issue could have run beside
         computed_before = length(clip(computing, begin, issued))
         rows.append(
             [
@@ -115,6 +116,7 @@ def at(record: RunRecord, percent_of_step: int) -> Table:
     timelines = {rank: timeline(record, rank) for rank in ranks}
     starts = []
     for events in timelines.values():
+        # ranks begin a step at slightly different instants; it begins with the first of them
         starts += [event["start_ns"] for event in events if event["lane"] == "step"]
     step_ns = breakdown(record)["step_ns"]
     since_begin = round(percent_of_step / 100 * step_ns)
@@ -131,6 +133,7 @@ def _doing(rows: Sequence[Row], instant: int) -> list[str]:
     computing: list[str] = []
     communicating: set[str] = set()
     for row in rows:
+        # what is not under way at this instant
         if not row["start_ns"] <= instant < row["end_ns"]:
             continue
         unit = row["unit"] or "root"
@@ -156,6 +159,7 @@ def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], r
     """
     issued_by_peer = {}
     for row in _messages(record, 1 - rank):
+        # on 2 ranks the peer is the other one; unit, phase and kind tell which message is the same
         issued_by_peer[_message(row)] = row["issue_ns"]
     causes = {}
     for cell in exposed_cells(gaps(record, rank), 1):

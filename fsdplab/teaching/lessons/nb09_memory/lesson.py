@@ -66,6 +66,7 @@ def place_of(record: RunRecord, at: int) -> str:
     if at > max(backward):
         return "in the optimizer's step"
     phase, begin, end = "backward", min(backward), max(backward)
+    # before the first unit's backward it is still forward, which ends there
     if at < begin:
         phase, begin, end = "forward", min(forward), begin
     part = (at - begin) / max(1, end - begin)
@@ -102,6 +103,7 @@ def unit_bytes(record: RunRecord) -> dict[str, int]:
     nbytes = {}
     for row in record.table("ledger"):
         if row["kind"] == "all_gather":
+            # a unit is gathered several times, with the same bytes each time
             nbytes[row["unit"] or "root"] = row["logical_bytes"]
     return nbytes
 
@@ -118,5 +120,6 @@ def memory_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
 def more_sequences(run: RunRecord) -> float:
     """Return from how many sequences on activations at the peak exceed the optimizer's state, in proportion."""
     nbytes = by_category(run)
+    # activations grow with the batch, and the optimizer's state does not
     activations_a_sequence = nbytes["activations"] / run.spec["batch_size"]
     return nbytes["optimizer_state"] / activations_a_sequence

@@ -67,6 +67,7 @@ def block(gigabytes_per_second: int, tokens: int) -> go.Figure:
     phases, exposed_phases = [], []
     for phase in PHASES:
         compute, sent = overlap.compute_s[phase], overlap.communication_s[phase]
+        # what is sent longer than the phase computes is exposed
         under_compute = min(sent, compute)
         ends |= {f"{phase}: compute": "", f"{phase}: messages": ""}
         computing += [1e3 * compute, 0.0]

@@ -76,6 +76,7 @@ def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
     names = [field.name for field in fields(RunSpec)]
     on_card = []
     for run in runs:
+        # a record's spec has more entries than a run is given
         spec = RunSpec(**{name: run.spec[name] for name in names if name in run.spec})
         if spec.units in ("auto", "block"):
             on_card.append(_with_peak(steady(spec), run))
@@ -122,6 +123,7 @@ def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | No
 
 def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
     """Return the run behind `link`; without a step where its peak exceeds the card."""
+    # times of the other link, the peak as it was measured
     timed = _with_peak(steady(job(strategy=run.spec["strategy"], link=link)), run)
     spec = timed.spec | {"card": card}
     if peak(run) <= card:

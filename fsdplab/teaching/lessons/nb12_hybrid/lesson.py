@@ -42,6 +42,7 @@ def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
     ranks, s = nodes * per_node, shard_group
     if ranks % s:
         return Note((f"{ranks} ranks make no groups of {s}: choose a smaller group.",))
+    # of 4 ranks in groups of 2: [[0, 1], [2, 3]]
     rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
     r = len(rows)
     figure = _ranks_of(rows, nodes, per_node)
@@ -74,6 +75,7 @@ def _ranks_of(rows: list[list[int]], nodes: int, per_node: int) -> go.Figure:
     owners, texts, replicas = [], [], []
     for index, row in enumerate(rows):
         replicas.append(f"replica {index}")
+        # the owner of a cell gives its colour: a row of one colour is inside a node
         row_nodes = [rank // per_node for rank in row]
         owners.append(row_nodes)
         texts.append([form.format(rank, node) for rank, node in zip(row, row_nodes)])
@@ -101,6 +103,7 @@ def gradient_cells(replicas: int, shard_group: int) -> Iterator[HeldCell]:
     """
     ranks = replicas * shard_group
     for rank in range(ranks):
+        # the ranks of this rank's row are `first` to `last`
         first = rank // shard_group * shard_group
         last = first + shard_group - 1
         for part in range(shard_group):
@@ -179,6 +182,7 @@ def sent(record: RunRecord) -> dict[str, int]:
     All-gathers and reduce-scatters stay within a group, all-reduces go across.
     """
     nbytes = {kind: total for kind, (total, _) in by_collective(record).items()}
+    # what is left are all-gathers and reduce-scatters
     across = nbytes.pop("all_reduce", 0)
     return {"within": sum(nbytes.values()), "across": across}
 
@@ -236,7 +240,9 @@ def leaving_a_node(billions: float, nodes: int, per_node: int) -> tuple[float, f
     all leave it: `leaving_a_node(1, 2, 2) == (4.5, 2.0)`.
     """
     payload, ranks = 2 * billions, nodes * per_node
+    # two all-gathers and a reduce-scatter around a ring that leaves each node once
     full = 3 * payload * (ranks - 1) / ranks
+    # all-reduces of P / s by each of a node's s ranks: together of P
     hybrid = 2 * payload * (nodes - 1) / nodes
     return full, hybrid
 
@@ -244,6 +250,7 @@ def leaving_a_node(billions: float, nodes: int, per_node: int) -> tuple[float, f
 def node_table(billions: float, nodes: int, per_node: int) -> Table:
     """Return the bytes that leave a node in a step, and that a GPU keeps, under both strategies."""
     full, hybrid = leaving_a_node(billions, nodes, per_node)
+    # GB: bf16 parameters and gradients (2 + 2), fp32 masters and two moments (4 + 8)
     state = 16 * billions
     rows = [
         ["full_shard over all GPUs", f"{full:,.1f}", nodes * per_node, f"{state / (nodes * per_node):,.1f}"],

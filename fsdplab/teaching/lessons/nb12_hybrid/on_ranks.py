@@ -50,6 +50,7 @@ def on_one_node(groups: Sequence[Sequence[int]], per_node: int) -> bool:
 
 def axes(rows: Rows, per_node: int) -> tuple[Link, Link]:
     """Return the links of the shard axis (rows) and of the replica axis (columns)."""
+    # of [[0, 1], [2, 3]] the columns are (0, 2) and (1, 3)
     columns = list(zip(*rows))
     within = FAST if on_one_node(rows, per_node) else SLOW
     across = FAST if on_one_node(columns, per_node) else SLOW
@@ -63,6 +64,7 @@ def expected_ms(rows: Rows, per_node: int) -> float:
     """
     r, s = len(rows), len(rows[0])
     within, across = axes(rows, per_node)
+    # two all-gathers and a reduce-scatter of all parameters in the row, an all-reduce of a shard in the column
     in_row = 3 * P * (s - 1) / s / within.bytes_per_s
     in_column = 2 * (P / s) * (r - 1) / r / across.bytes_per_s
     return 1e3 * (in_row + in_column)
@@ -83,6 +85,7 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
     """Return the ledger of one forward and backward; where a row is one rank, the replicas' link is the only one."""
     blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
+    # a row of one rank shards nothing, and its only messages are between rows
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
     with collectives() as seen:
         model(torch.ones(1, WIDTH)).sum().backward()
@@ -92,6 +95,7 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
 def _leave(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh back: each holds files, and a check may try many meshes in one process."""
     dist.barrier()
+    # the axis of one row over all ranks may be the world's group, which stays
     for group in {mesh.get_group(axis) for axis in ("replicate", "shard")} - {dist.group.WORLD}:
         dist.destroy_process_group(group)
     forget_destroyed()

@@ -125,6 +125,7 @@ def bus_bytes(spec: dict[str, Any]) -> float:
     """
     if spec["offload"] == "none":
         return 0.0
+    # of a rank's shard
     elements = preset(spec["model"]).parameters / spec["world_size"]
     down = 2 if spec["precision"] == "bf16" else 2 * 4
     up = 4

@@ -51,6 +51,7 @@ def peak_of(choices: dict[str, Any]) -> tuple[int, dict[str, int]]:
     if not slow:
         memory = Training(RunSpec(**JOB, **choices, device="cpu")).measured()
         return memory.peak_total, memory.peak
+    # the recorded runs are of bf16, and differ in these two
     recorded_choices = {name: choices[name] for name in ("checkpoint", "offload") if name in choices}
     peak = bf16_run(**recorded_choices).summary.peak_memory_bytes
     return known(peak.total), dict(peak.split)
@@ -79,6 +80,7 @@ def adapted_model(config: ModelShape = SMALL) -> nn.Module:
     """Return a GPT with adapters beside the queries and values of every block; the same weights on every rank."""
     model = build_model(config)
     for number, block in enumerate(model.blocks):
+        # a seed for each adapter, so that every rank draws the same
         block.attention.query = Adapted(block.attention.query, seed=2 * number)
         block.attention.value = Adapted(block.attention.value, seed=2 * number + 1)
     return model
@@ -110,6 +112,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     nbytes = 0
     for state in optimizer.state.values():
         for value in state.values():
+            # a step counter has no dimension
             if isinstance(value, Tensor) and value.dim():
                 nbytes += local_of(value).nbytes
     return nbytes
@@ -128,6 +131,7 @@ def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
         shard(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
+        # bytes on the wire of the last step, by kind
         sent: Counter[str] = Counter()
         for collective in train(model, optimizer):
             sent[collective.kind] += collective.wire_bytes

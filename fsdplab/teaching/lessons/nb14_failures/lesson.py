@@ -94,6 +94,7 @@ def facts(seen: Seen) -> Table:
         ["calls that each rank made", numbers_of_calls],
         ["came to the end", "no" if seen.stopped else "yes"],
     ]
+    # ranks that were ended returned nothing, and then there is nothing to compare with the twin
     rank = _ended_rank(seen)
     if rank:
         drift = job.drift(seen)
@@ -134,6 +135,7 @@ def losses_figure(seen: Seen) -> go.Figure:
     with_a_loss = len(means) - means.count(None)
     title = f"{with_a_loss} of {len(twin) or job.STEPS} steps have a loss"
     drift = job.drift(seen)
+    # infinite where a loss is not finite, and then the number of losses is the title
     if drift is not None and drift != float("inf"):
         title = f"Losses differ from the twin's by at most {drift:.1e} of them"
     alt = f"Two lines over {len(twin)} steps: the ranks' mean loss, and the twin's. {title}."
@@ -144,6 +146,7 @@ def calls_figure(seen: Seen, step: int | None = None) -> go.Figure:
     """Draw the calls of one step on one clock, a row a rank and kind; a bar lasts from the call to its result."""
     if step is None:
         step = min(calls[-1]["step"] for calls in seen.calls)
+    # the calls of the step by rank, and all instants, for the ends of the axis
     by_rank, times = [], []
     for calls in seen.calls:
         of_step = [call for call in calls if call["step"] == step]
@@ -206,6 +209,7 @@ def _bars_of(kind: str, by_rank: list[list[dict[str, Any]]], begin: int, end: in
 def sequences(seen: Seen, around: int = 2) -> Table:
     """Return the calls of each rank side by side, around the first place at which they differ; else the first ones."""
     place = job.place_of_difference(seen.calls)
+    # two calls before the place, the place itself, and two after it
     first = max(0, (place or 0) - around)
     rows = []
     for number in range(first, first + 2 * around + 1):
@@ -230,6 +234,7 @@ def late_times(seen: Seen) -> list[list[float]]:
     for step in range(1, 1 + last_step):
         firsts = []
         for calls in seen.calls:
+            # of step `step` the first call of this rank
             firsts.append(next(call["issued"] for call in calls if call["step"] == step))
         times.append([(issued - min(firsts)) / 1e6 for issued in firsts])
     return times

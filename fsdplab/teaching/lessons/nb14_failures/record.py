@@ -72,6 +72,7 @@ def _row(name: str) -> dict[str, str | int]:
     """
     code, text = _torchrun(name, _DETAIL)
     for line in text.splitlines():
+        # the first line that names an error, or else the loss with which a silent fault ends
         if "Error: " in line or "last loss" in line:
             says = re.sub(r"^\[rank\d\]: ", "", line)
             return {"exit": code, "says": says[:160]}
@@ -134,6 +135,7 @@ _SAY_SOMETHING = re.compile(
 
 def _cleaned(text: str) -> str:
     """Return the lines that say something of the fault, without paths of this machine and process ids."""
+    # paths up to the file's name, then times and process numbers, then addresses
     text = re.sub(r"/[^ \"\n]*/(?=job\.py|python\d|bin/python)", "", text)
     text = re.sub(r"^([EWI])\d{4} [\d:.]+ \d+ ", r"\1 ", text, flags=re.MULTILINE)
     text = re.sub(r"\(pid: [^)]*\)( of binary.*)?|/__w/pytorch/pytorch/third_party/|127\.0\.0\.1\S*: ", "", text)

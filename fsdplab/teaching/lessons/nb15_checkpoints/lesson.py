@@ -42,6 +42,7 @@ def forms(model: str = "gpt-20m", ranks: int = 4) -> list[dict[str, int]]:
 
 def forms_figure(held: Sequence[dict[str, int]]) -> go.Figure:
     """Draw a bar for each form and rank: what it holds. `held` has the bytes by form, for each rank."""
+    # a bar for each form and rank, form after form
     values, ends, bars = [], {}, []
     for form in held[0]:
         for rank, nbytes in enumerate(held):
@@ -68,6 +69,7 @@ def reshaped(numbers: Sequence[int] = (2, 3, 1)) -> Table:
         for how, ranks in (("saved", 4), *(("loaded", number) for number in numbers)):
             by_rank = _on_ranks("save_and_read", ranks, folder=folder, saves=how == "saved")
             kilobytes = ", ".join(f"{seen['bytes'] / 1e3:.0f}" for seen in by_rank)
+            # rank 0 alone has the whole, and the others nothing to compare
             are_equal = all(seen["equal"] for seen in by_rank)
             rows.append([f"{how} on {ranks}", kilobytes, "all equal" if are_equal else "differ"])
     return table(["", "each rank holds, kB", "bits"], rows, "Measured: gpt-tiny after two steps, full_shard.")
@@ -89,6 +91,7 @@ class Job:
 
         With `kill=(rank, step)` that rank dies while it writes the checkpoint of that step.
         """
+        # the step that this start goes on from
         begins = self.newest()
         kills = kill and list(kill)
         try:
@@ -146,6 +149,7 @@ def losses_figure(job: Job, uninterrupted: Job) -> go.Figure:
     figure.update_yaxes(title_text="loss")
 
     times_computed = Counter(row["step"] for row in job.losses())
+    # steps after the newest checkpoint, which were lost and computed again
     twice = sorted(step for step, times in times_computed.items() if times > 1)
     again = "no step was computed twice"
     if twice:
@@ -166,6 +170,7 @@ def _parts(job: Job) -> Iterator[list[dict[str, Any]]]:
     for row in job.losses():
         if rows:
             last = rows[-1]
+            # a step that is computed again, or another number of ranks
             if row["step"] <= last["step"] or row["ranks"] != last["ranks"]:
                 yield rows
                 rows = []

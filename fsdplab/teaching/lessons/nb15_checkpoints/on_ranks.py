@@ -62,6 +62,7 @@ def save_and_read(payload: dict[str, Any]) -> dict[str, Any]:
     Returns the bytes that this rank holds, and whether the whole is, bit for bit, what was saved.
     """
     folder, saves = Path(payload["folder"]), payload["saves"]
+    # other weights, so that equal bits can only come from the checkpoint
     model = _sharded("gpt-tiny", seed=0 if saves else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if saves:
@@ -71,6 +72,7 @@ def save_and_read(payload: dict[str, Any]) -> dict[str, Any]:
     else:
         checkpoint.load(model, optimizer, folder / "saved")
     whole = checkpoint.full_state_dict(model)
+    # what was saved, for comparison: the ranks that load it read a copy that rank 0 wrote
     saved = whole
     if not saves:
         saved = torch.load(folder / "whole.pt", weights_only=True)
@@ -93,6 +95,7 @@ def train(payload: dict[str, Any]) -> list[int]:
     model = _sharded("gpt-tiny")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     checkpoints = CheckpointFolder(folder / "checkpoints", keep=2)
+    # 0 where the folder has no checkpoint yet
     start = checkpoints.load(model, optimizer)
     steps_behind = []
     unpublished: int | None = None  # the step whose save is under way
@@ -102,11 +105,13 @@ def train(payload: dict[str, Any]) -> list[int]:
             row = {"step": step, "loss": loss, "ranks": dist.get_world_size()}
             with open(folder / LOSSES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        # a save ends in the background: its folder is there once the checkpoint is complete
         if unpublished is not None and (folder / "checkpoints" / f"step-{unpublished:08d}").is_dir():
             steps_behind.append(step - unpublished)
             unpublished = None
         if step % payload["every"] == 0 or step == last:
             if kill and [dist.get_rank(), step] == list(kill):
+                # this rank dies when it begins to write
                 dcp.FileSystemWriter.write_data = _killed
             checkpoints.save(model, optimizer, step)
             unpublished = step
@@ -122,6 +127,7 @@ def _killed(*_: Any) -> Any:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
     """Take one step on this rank's part of the step's sequences; return the mean loss of all of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    # all 12 sequences, int64 [12, 32]; of 3 ranks rank 1 takes 1, 4, 7 and 10
     tokens, targets = ByteText.from_standard_library().batch(step, 0, 1, SEQUENCES, LENGTH)
     loss = loss_of(model, tokens[rank::ranks], targets[rank::ranks])
     loss.backward()

@@ -98,6 +98,7 @@ def mesh_map() -> go.Figure:
     """Draw the notebook's mesh of two axes, and what a rank of it holds of a matrix of 64 rows that both axes cut."""
 
     def part(dp: int, tp: int) -> str:
+        # tp gives a rank 32 of the 64 rows, and dp cuts these into 16 and 16
         first = 32 * tp + 16 * dp
         return f"rows {first} to {first + 15} of query"
 
@@ -184,16 +185,19 @@ def schedule(stages: int, micro_batches: int, order: str = "1F1B") -> list[Turn]
         )
     todo = []  # of each stage, (phase, micro-batch) in its order
     for stage in range(stages):
+        # of 4 stages the first one runs 4 forwards ahead, the last one 1
         forwards_first = micro_batches if order == "GPipe" else stages - stage
         todo.append(_order(forwards_first, micro_batches))
     ended: dict[tuple[int, str, int], int] = {}  # (stage, phase, micro-batch) -> when
     free = [0] * stages  # when each stage has ended its last turn
     turns = []
+    # stage after stage takes the turns whose input is there, until none of the stages has one left
     while any(todo):
         for stage, waiting in enumerate(todo):
             while waiting:
                 phase, number = waiting[0]
                 ready = _ready(ended, stage, phase, number, stages)
+                # a later turn of this stage cannot begin either: a stage keeps its order
                 if ready is None:
                     break
                 waiting.pop(0)
@@ -230,6 +234,7 @@ def bubble(stages: int, micro_batches: int) -> go.Figure:
     """Draw a lane a stage: forwards and backwards of each micro-batch, and white where the stage has nothing to do."""
     turns = schedule(stages, micro_batches)
     end = max(turn.end for turn in turns)
+    # a stage waits for p - 1 forwards and backwards of the m + p - 1 that the step lasts
     idle = (stages - 1) / (micro_batches + stages - 1)
     has_numbers = len(turns) <= _LABELLED
     figure, outlines = go.Figure(), []
@@ -315,6 +320,7 @@ def kept(turns: list[Turn]) -> list[int]:
             ended[turn.micro_batch] = turn.end
     counts = []
     for moment in range(max(ended.values())):
+        # a micro-batch's activations are kept from its forward to the end of its backward
         counts.append(sum(began[number] <= moment < ended[number] for number in began))
     return counts
 
@@ -329,6 +335,7 @@ def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
 
     ValueError for fewer than two stages, no micro-batch, or a schedule too long for a page.
     """
+    # a forward and a backward take 1 + 2 moments
     end = 3 * (micro_batches + stages - 1)
     if stages < 2 or micro_batches < 1 or end > MOST_MOMENTS or stages > 4:
         raise ValueError(
@@ -435,6 +442,7 @@ class Routing:
         copies = 0
         for token, chosen in enumerate(self.choices):
             for expert in chosen:
+                # a token whose expert is on its own rank stays there
                 copies += self.place(expert) != self.home(token)
         return copies
 
@@ -448,6 +456,7 @@ def token_cells(routing: Routing) -> Iterator[HeldCell]:
             experts = " ".join(f"e{expert}" for expert in routing.choices[token])
             choices.append(f"t{token}: {experts}")
         chosen = ", ".join(choices)
+        # moments 0, 3 and 4 are of the tokens' rank, 1 and 2 of the experts
         yield HeldCell(row, 0, _OWN, chosen)
         yield HeldCell(f"rank {rank}: answers", 3, _BACK, chosen)
         yield HeldCell(row, 4, _SUMMED, _names(tokens))
@@ -471,6 +480,7 @@ def _by_home(routing: Routing, tokens: Sequence[int], rank: int) -> str:
     """Return tokens at an expert on `rank`, its own first: `t3, rank 0's t0 t1`."""
     by_home: dict[int, list[int]] = {}
     for token in tokens:
+        # the rank that the token comes from
         by_home.setdefault(routing.home(token), []).append(token)
     words = []
     if rank in by_home:

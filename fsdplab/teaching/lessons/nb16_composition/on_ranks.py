@@ -38,6 +38,7 @@ _KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "r
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return the batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
+    # 17, since targets are the tokens moved by one
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -62,6 +63,7 @@ def tensor(payload: dict[str, Any]) -> dict[str, Any]:
 def experts(payload: dict[str, Any]) -> dict[str, Any]:
     """Train MoE-tiny on a 2 x 2 mesh, expert gradients divided by `payload["divide"]`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    # one axis of four ranks, over which everything but the experts is sharded
     all_ranks = mesh._flatten("dp")
     model = spread_experts(build_moe(), mesh["ep"])
     for block in model.blocks:
@@ -110,6 +112,7 @@ def beside_twin(
             value.backward()
         batches_of_ranks = [[tokens_of(step, other_rank)] for other_rank in range(ranks)]
         replay_gradients(twin, batches_of_ranks, loss)
+        # of this rank's own batch, as the composed model's loss is
         twin_value = loss(twin, *tokens_of(step, rank))
         losses.append([value.item(), twin_value.item()])
         if step == 0:
@@ -146,6 +149,7 @@ def _ratios(model: nn.Module, twin: nn.Module) -> dict[str, float]:
     ratios = {}
     for name, parameter in model.named_parameters():
         if name.startswith("blocks.0") and parameter.dim() > 1:
+            # a ratio of 2 would be a sum over two ranks that was not divided
             norm = whole(parameter.grad).norm()
             twin_norm = twin_parameters[name].grad.norm()
             ratios[name.removeprefix("blocks.0.")] = float(norm / twin_norm)
@@ -172,6 +176,7 @@ def _words(placement: Any) -> str:
     """Return a placement in words: `rows`, or `rows of each share` where an axis cuts what another has cut."""
     if placement.is_replicate():
         return "whole"
+    # the weight of a Linear is [out, in]: dimension 0 are its rows
     cut = {0: "rows", 1: "columns"}.get(placement.dim, f"dimension {placement.dim}")
     is_strided = getattr(placement, "split_factor", 1) > 1
     return f"{cut} of each share" if is_strided else cut
@@ -219,6 +224,7 @@ class _ByGroup(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and name in _KINDS:
             group_name = args[-1]
             group = dist.distributed_c10d._resolve_process_group(group_name)
+            # the output's bytes, as `bytes_sent` counts them: of a reduce_scatter one block
             call = Call(_KINDS[name], out.nbytes)
             self._add(group_name, bytes_sent(call, group.size()))
         elif func.namespace == "c10d" and name == "alltoall_base_":

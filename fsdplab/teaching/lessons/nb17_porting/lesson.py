@@ -246,6 +246,7 @@ def tried(cases: Mapping[str, Seen]) -> Table:
         header.append("sound" if name == "none" else name)
         words = ["equal" if check(seen) else "differs" for *_, check in _CHECKS]
         if "differs" in words:
+            # the first check that differs: what comes after may follow from it
             words[words.index("differs")] = "DIFFERS"
         for row, word in zip(rows, words, strict=True):
             row.append(word)
@@ -283,6 +284,7 @@ def hugging_face() -> dict[str, Any]:
     absent = missing()
     if absent:
         seen = dict(json.loads(RECORDED.read_text(encoding="utf-8")))
+        # stands in captions in place of "Measured"
         seen["recorded"] = f"{', '.join(absent)} not installed here: this was recorded"
         return seen
     with tempfile.TemporaryDirectory() as folder:
@@ -406,12 +408,14 @@ def _events(rows: Sequence[Row], ranks: int) -> Iterator[dict[str, Any]]:
     step_row = next(row for row in rows if row["lane"] == "step")
     length = step_row["end_ns"] / 1e3
     on_gpu = [row for row in rows if row["lane"] in ("compute", *_NCCL)]
+    # the second step begins 100 µs after the first one has ended
     for step in (1, 2):
         offset = 1000.0 + (step - 1) * (length + 100.0)
         yield _event("user_annotation", f"ProfilerStep#{step}", offset, length, _HOST, _HOST)
         for number, row in enumerate(on_gpu):
             begin = offset + row["start_ns"] / 1e3 + _LAUNCHED_US
             takes = (row["end_ns"] - row["start_ns"]) / 1e3
+            # one number for a launch and its kernel, by which a reader joins them
             correlation = 1000 * step + number
             yield from _kernel(row, begin, takes, correlation, ranks)
 
@@ -426,6 +430,7 @@ def _kernel(row: Row, begin: float, takes: float, correlation: int, ranks: int) 
         launch, label = "cudaLaunchKernelExC", f"FSDP::{lane} ({row['unit'] or 'root'})"
         arguments["stream"] = _COMM
         arguments |= {"Collective name": call, "Group size": ranks, "dtype": "Float", "Process Group Name": "0"}
+    # the host's events first: the range that names the unit, and the launch inside it
     launched = begin - _LAUNCHED_US
     yield _event("user_annotation", label, launched, 3.0, _HOST, _HOST)
     yield _event("cuda_runtime", launch, launched, 1.0, _HOST, _HOST, correlation=correlation)

@@ -31,10 +31,12 @@ def hugging_face(payload: dict[str, Any]) -> dict[str, Any]:
     The libraries look for nothing on a network: the model is a tiny Llama with random weights.
     """
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    # what torchrun would set, which Trainer reads from the environment
     os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     import transformers.distributed.fsdp as loads
 
+    # transformers calls `fully_shard` of its own module: replacing it there changes the engine, and nothing else
     pytorchs = loads.fully_shard
     if dist.get_rank() == 0:
         _llama().save_pretrained(f"{payload['folder']}/start")
@@ -79,6 +81,7 @@ def _trainer_losses(folder: str) -> list[float]:
         report_to=[],
         disable_tqdm=True,
     )
+    # 8 rows of 16 tokens, the same on every rank; the model moves the labels by one itself
     rows = [{"input_ids": row, "labels": row} for seed in range(4) for row in _tokens(seed)]
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
@@ -105,6 +108,7 @@ def _lora() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    # rows of this rank, before and after: frozen ones must be equal in every bit
     frozen_moved = 0
     for name, parameter in model.named_parameters():
         if "lora" not in name and not torch.equal(local_of(parameter), before[name]):

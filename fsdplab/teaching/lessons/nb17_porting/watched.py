@@ -59,6 +59,7 @@ class Watched:
         return sum(self._parts) / self._count
 
     def __enter__(self) -> Watched:
+        # micro-batches are counted by their forwards
         forward = self._model.register_forward_pre_hook(self._forward)
         self._hooks = (forward, register_optimizer_step_pre_hook(self._stepped))
         return self
@@ -66,6 +67,7 @@ class Watched:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        # what the last step left, for a norm that was clipped too late
         gradients = [_local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
         square = torch.tensor(_norm(gradients) ** 2)
         self._norm_left = 0.0  # of all ranks' gradients at the end
@@ -79,6 +81,7 @@ class Watched:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note a step of any optimizer of torch, before it is taken."""
         parameters = list(self._model.parameters())
+        # `fully_shard` makes new parameters: an optimizer that was built before holds the old ones
         known = {id(parameter) for parameter in parameters}
         group = optimizer.param_groups[0]
         has_strangers = any(id(parameter) not in known for parameter in group["params"])
@@ -93,6 +96,7 @@ class Watched:
 
     def _compared(self, gradients: Sequence[Tensor | None]) -> tuple[str, float]:
         """Return which gradients these are, and how many times as large: `("right", 1.0)`."""
+        # the optimizer would skip these parameters
         if any(gradient is None for gradient in gradients):
             return "none", 0.0
         local = [_local(gradient) for gradient in gradients]
@@ -150,6 +154,7 @@ class Watched:
 
     def _of_the_norm(self, factor: float) -> str:
         """Return what is wrong with gradients that are `factor` times the mean over ranks and micro-batches."""
+        # clipping multiplies by LIMIT / norm, and leaves a smaller norm as it is
         norm, limit = factor * self._norm, min(LIMIT, self._norm)
         norm_of_shards = _norm([_shard(gradient, None) for gradient in self._right])
         if _close(norm, limit):
@@ -214,6 +219,7 @@ def _shard(whole: Tensor, like: Tensor | None) -> Tensor:
     if like is not None and like.shape == whole.shape:
         return whole
     rank, rows = dist.get_rank(), -(-len(whole) // dist.get_world_size())  # rounded up
+    # of 5 rows on 2 ranks: 3 and 2, as torch.chunk cuts them
     return whole[rank * rows : (rank + 1) * rows]
 
 

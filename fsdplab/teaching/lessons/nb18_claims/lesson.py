@@ -77,6 +77,7 @@ def ratio(parameter_bytes: float, reduce_bytes: float, ddp_bytes: float, root: f
     >>> ratio(4, 4, 4), ratio(2, 4, 4), ratio(2, 4, 2)
     (1.5, 1.0, 2.0)
     """
+    # 2 all-gathers of blocks, 1 of the root: of a root that holds everything (1.0) one is left
     gathered = (2 - root) * parameter_bytes
     return (gathered + reduce_bytes) / (2 * ddp_bytes)
 
@@ -136,6 +137,7 @@ def again() -> Table:
         for phase_and_kind, number in here["collectives"].items():
             phase, kind = phase_and_kind.split()
             kinds.append(f"{number} {kind}s in the {phase}")
+        # bytes and collectives follow from the code, and are the same on every machine
         is_same = all(here[what] == recorded[what] for what in ("bytes", "collectives"))
         rows.append([name, f"{here['bytes'] / 1e6:.2f}", ", ".join(kinds), "the same" if is_same else "other"])
     header = ["strategy", "MB sent", "collectives", "as in the record"]
@@ -166,6 +168,7 @@ def complaint(verdicts: Any) -> str:
 def _compared(number: str, verdict: Any) -> str:
     """Return what is wrong with one verdict, with the figures; nothing where it is right."""
     if isinstance(verdict, str):
+        # upper case and blanks are no mistake
         verdict = " ".join(verdict.lower().split())
     if verdict not in VERDICTS:
         return f"{number} is {verdict!r}; expected {', '.join(VERDICTS[:-1])} or {VERDICTS[-1]}"

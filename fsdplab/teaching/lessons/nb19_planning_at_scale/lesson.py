@@ -70,6 +70,7 @@ def best(gpu: str, gpus: int) -> Plan | None:
 
     It has room for what the allocator reserves.
     """
+    # on 128 GPUs 4,000,000 // (4,096 x 128) = 7 sequences a rank
     most = STEP_TOKENS // (SEQUENCE * gpus)
     plans = []
     for strategy_spec in under_each_strategy(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)):
@@ -114,6 +115,7 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
     if gpus in steps:
         span, cost = steps[gpus]
         title = f"{gpus} {gpu.upper()}: {span:.3g} days for ${cost:,.0f}"
+    # what the cheapest plan at the chosen number is
     here = "nothing fits"
     plan = best(gpu, gpus)
     if plan is not None:
@@ -134,6 +136,7 @@ def _panel(
     span: list[float],
 ) -> None:
     """Add one panel; the bar of the chosen number in the strong colour, each with its value above."""
+    # one strong bar, the others pale
     colours = [_CHOSEN if name == chosen else _PLAIN for name in names]
     figure.add_bar(
         x=names,
@@ -159,6 +162,7 @@ def _panel(
         yshift=6,
     )
     across = dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False)
+    # room for the values above the bars
     up = dict(anchor=f"x{number}", range=[0, 1.15 * max(values)])
     figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
 
@@ -268,6 +272,7 @@ def ratios(runs: Sequence[Row]) -> go.Figure:
         ("held out", False, _UNSEEN, -0.15),
     ):
         shown = [row for row in rows if (row.part == FIT) == is_fitted]
+        # a line a GPU, numbered from the top
         places = [gpus.index(row.gpu) + beside for row in shown]
         dots = lines.points(name, colour, [row.ratio for row in shown], places, text=[row.id for row in shown])
         figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))

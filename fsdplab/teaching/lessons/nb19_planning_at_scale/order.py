@@ -137,6 +137,7 @@ def _judged(planned: Plan, order: dict[str, Any]) -> str:
             f"a step reads {spec.gpus} x {spec.micro_batch} x {SEQUENCE:,} = {spec.step_tokens:,} tokens, the job"
             f" allows {STEP_TOKENS:,}: fewer GPUs, or a smaller micro-batch"
         )
+    # first whether it is in time, then what it costs: fewer days often cost more
     takes = days(planned)
     if takes > DAYS:
         changes: Changes = {"more GPUs": {"gpus": 192}, **_LESS_WORK}
@@ -167,6 +168,7 @@ def _good(order: dict[str, Any]) -> bool:
 
 def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, Any]], bool]) -> str:
     """Return the fewest changes after which an order is one that `helps`: `full checkpointing, or more GPUs`."""
+    # one change if one is enough, else each pair, and so on
     for count in range(1, len(changes) + 1):
         helpful = []
         for words in combinations(changes, count):
@@ -174,6 +176,7 @@ def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, 
             for word in words:
                 changed |= changes[word]
             if helps(changed):
+                # all sets of as few changes are told, as alternatives
                 helpful.append(", and ".join(words))
         if helpful:
             return ", or ".join(helpful)
@@ -185,6 +188,7 @@ def _dear(planned: Plan) -> str:
     if planned.spec.checkpointing == "full":
         return "full checkpointing computes every forward twice, and all of it is paid for"
     share = 0.0
+    # where the card's FLOP/s are known
     if planned.time:
         share = planned.time.exposed_s / planned.time.step_s
     return (

@@ -29,6 +29,7 @@ def some(names: list[str], most: int = 3) -> str:
 def _not_sharded(got: Facts, right: Facts) -> str:
     """Return the likely cause of parameters that are no DTensor."""
     names = got[seen.NO_DTENSOR]
+    # "blocks.0.up.weight" is a block's, "embed.weight" the root's
     in_blocks = ["blocks." in name for name in names]
     if not any(in_blocks):
         return f"{some(names)} belong to no block: the call on the whole model shards what is left over, the root"
@@ -96,7 +97,9 @@ _AT_USE = {
 def _at_use(got: Facts, right: Facts) -> str:
     """Return the likely cause of wrong values while a unit computes."""
     wrong = got[seen.AT_USE]
+    # the first name decides: later ones may follow from it
     cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[seen.REORDERED])
+    # wrong in the first use already; values that are wrong only later may be old ones
     first = "forward 1" in wrong[0] or "step 0" in wrong[0]
     if not first and any(sign in wrong[0] for sign in (seen.OTHER, seen.ROUNDED, " times")):
         cause = "as the shards were before they changed: every use unshards anew"
@@ -117,11 +120,13 @@ def _not_again(got: Facts, right: Facts) -> str:
 def _gathers(got: Facts, right: Facts) -> str:
     """Return the likely cause of too many or too few all-gathers."""
     number = got[seen.GATHERS]
+    # fewer than needed
     if number < 0:
         return (
             f"{-number} fewer than needed: a unit was not unsharded again for its backward, so it stayed in memory,"
             " or its rows came by another message"
         )
+    # as many too many as there are checkpointed blocks
     if number == got.get("_checkpointed"):
         return (
             f"{number} more than needed, one for each checkpointed block: the second forward of a checkpointed block"
@@ -177,6 +182,7 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
         return "set `shard.grad` to a DTensor with this rank's rows of the mean gradient"
     if kinds == {"no DTensor"}:
         return "`DTensor.from_local`, with the mesh, the placement and the shape of the shard"
+    # ends of sentences such as "blocks.0.up.weight, step 1: 4 times"
     if kinds == {f"{ranks} times"}:
         return f"this is the sum over the {ranks} ranks; divide it by {ranks}"
     if kinds == {f"{1 / ranks:.4g} times"}:

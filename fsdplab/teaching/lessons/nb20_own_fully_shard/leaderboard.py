@@ -67,6 +67,7 @@ def handed_in(folder: Path) -> list[tuple[str, Path]]:
     Files are `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`.
     """
     files = {}
+    # the first folder of the path is the learner's name
     for path in sorted(folder.glob(f"*/**/{_FILE}")):
         files[path.relative_to(folder).parts[0]] = path
     for path in folder.glob("*.py"):
@@ -94,9 +95,11 @@ def _row(learner: str, path: Path, workspace: Workspace) -> Row:
     passed, stopped = 0, ""
     figures: dict[str, float] = {}
     for seen, feedback in _stages(saved, workspace):
+        # figures of stages that passed, and of the one that failed where it returned
         if seen is not None:
             figures |= seen.trials[0][0].returned.get("_leaderboard", {})
         if feedback is not None:
+            # as many stages as have passed: the next one is the one that failed
             stopped = f"{STAGES[passed]}: {feedback.cause}"
             break
         passed += 1
@@ -117,6 +120,7 @@ def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None
     for stage in STAGES:
         exercise = find(stage, Exercise)
         try:
+            # these exercises have EXPECTED facts, so no reference runs beside the learner's file
             (seen,) = behaviours([(exercise, path)], workspace)
         except RanksFailed as failure:
             yield None, checking.feedback_on_failure(exercise, failure.report)

@@ -66,6 +66,7 @@ class StepOrder:
 @doing("three steps under your function")
 def order(blocks: int = 4) -> StepOrder:
     """Return the order of a step under the learner's function, on two ranks."""
+    # what rank 0 saw; both ranks make the same calls
     seen = _on_ranks("order_of", 2, file=str(solution_file(WHOLE)), blocks=blocks)[0]
     return StepOrder(whose(WHOLE), [Moment(*values) for values in seen])
 
@@ -75,6 +76,7 @@ def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:
 
     `whose` are the functions, in words; `at_once` says that every message is waited for at once.
     """
+    # a trace for each kind of bar, in the order of the legend
     kinds = {_kind(bar) for bar in bars}
     figure = go.Figure()
     for kind in _COLOURS:
@@ -82,10 +84,12 @@ def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:
             figure.add_trace(_lane(kind, bars))
     end, waited = max(bar.end for bar in bars), exposed_ms(bars)
     figure.update_xaxes(title="ms on the steady clock", range=[0, 1.02 * end])
+    # 2.0 is the top row: rank 0 computes, the link, rank 0 waits
     rows = {_ROWS[lane_name]: name for lane_name, name in _NAMES.items()}
     figure.update_yaxes(**named_axis(rows, -0.5, 2.5))
     figure.update_layout(barmode="overlay")
 
+    # the sentences below say which of the two orders is drawn
     how = "every message waited for at once" if at_once else "in the order of the calls"
     title = f"{end:.1f} ms, of which the rank waits {waited:.1f}: {how}"
     subtitle = f"Simulated: the calls of one real step, {whose}, with fixed durations"
@@ -107,6 +111,7 @@ def _lane(kind: str, bars: Sequence[Bar]) -> go.Bar:
     for bar in bars:
         if _kind(bar) != kind:
             continue
+        # "3" of "forward block 3"
         label = bar.name.split()[-1] if bar.lane == "compute" else ""
         hover = f"{bar.name}: {bar.start:.1f} to {bar.end:.1f} ms"
         spans.append(Span(_ROWS[bar.lane], bar.start, bar.end - bar.start, label, hover))

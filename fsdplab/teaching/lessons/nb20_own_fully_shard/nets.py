@@ -44,6 +44,7 @@ class _Told(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
         ctx.passed = passed
+        # a view, so that the output is a tensor of its own
         return x.view_as(x)
 
     @staticmethod
@@ -65,6 +66,7 @@ class Part(nn.Module):
 
     def _told(self, x: Tensor) -> Tensor:
         """Return x so that the probe is called when the backward passes it."""
+        # without gradients no backward passes here
         if not x.requires_grad:
             return x
         return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self))
@@ -107,6 +109,7 @@ class Net(Part):
         self._in_forward()
         x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
+            # its forward runs a second time in the backward, with the parameters of that moment
             if number in self.sizes.checkpointed and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
@@ -132,6 +135,7 @@ class Net(Part):
 def batch(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return (tokens, targets) of a rank at a step, int64 [1, 4] each."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
+    # one word more than the tokens, since the targets are the words that follow
     drawn = torch.randint(0, sizes.words, (BATCH, LENGTH + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
 
@@ -161,6 +165,7 @@ def twin_steps(
         batches = [batch(sizes, step, rank) for rank in range(ranks)]
         losses, gradients_of_rank = [], []
         for rank_batch in batches:
+            # what this rank has before any reduction: a usual wrong answer
             loss, gradients = _alone(net, rank_batch)
             losses.append(loss)
             gradients_of_rank.append(gradients)

@@ -82,11 +82,13 @@ def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     }
     if missing or new or facts[NO_DTENSOR]:
         return facts  # what follows reads every parameter as a DTensor
+    # first, since `full_tensor()` below makes wholes of its own
     kept_bytes = _kept(net, before)
     for name, value in parameters.items():
         wrong = _told_of_shard(value, right[name])
         if wrong:
             facts[WRONG_SHARDS].append(f"{name}: {wrong}")
+    # an all-gather of each parameter: wrong rows of one rank show in the wholes of all
     wholes = {name: value.full_tensor().detach() for name, value in parameters.items()}
     facts[WRONG_WHOLES] = [name for name in right if not _near(wholes[name], right[name])]
     if not facts[WRONG_SHARDS]:
@@ -122,6 +124,7 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
         return f"shape {list(local.shape)}, expected {list(rows.shape)}"
     if torch.equal(local, rows):
         return ""
+    # rows 1, 5, 9 on rank 1 of 4, in place of one piece of neighbours
     if torch.equal(local, right[rank::ranks]):
         return f"every {ranks}th row"
     for other, piece in enumerate(pieces):
@@ -146,6 +149,7 @@ def _kept(net: Net, before: int) -> int:
     """Return the bytes beyond the shards: behind the parameters, as views keep them, or of tensors held elsewhere."""
     gc.collect()
     shard_bytes = sum(value.to_local().numel() * 4 for value in _dtensors(net))
+    # up to half of a block is allowed, as small tensors may stay
     more = alive() - before - shard_bytes
     return more if more > net.block_bytes / 2 else 0
 
@@ -168,6 +172,7 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     for number in (1, 2):
         watch.begin(dict(twin.named_parameters()), f"forward {number}")
         with torch.no_grad(), Order(net.block_bytes) as order:
+            # the twin computes on the same tokens, with the same parameters in one piece
             output, right = watch.call(net, tokens), twin(tokens)
         if output is not None and not _near(output, right):
             wrong_outputs.append(f"forward {number}")
@@ -184,7 +189,9 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
         OUTPUTS: wrong_outputs,
         SHARDED_AGAIN: not_resharded,
         STAYING: watch.staying,
+        # hooks after the second forward less those after the first: each forward may add none
         HOOKS: hooks[-1] - hooks[0],
+        # of the last forward, in which each unit is gathered once
         GATHERS: order.count("all_gather") - len(net.units),
         KEPT: kept_bytes,
         HELD: watch.too_many(),
@@ -237,12 +244,14 @@ class Watch:
 
     def too_many(self) -> float:
         """Return the blocks too many in memory at some moment."""
+        # in backward a rank also holds its shards of all gradients: of 8 blocks over 4 ranks 2 blocks
         gradients = {"forward": 0.0, "backward": len(self._net.blocks) / dist.get_world_size()}
         beyond = [most - MOST_BLOCKS[phase] - gradients[phase] for phase, most in self.most.items()]
         return round(max(0.0, *beyond), 1)
 
     def _probe(self, phase: str, unit: str, module: nn.Module) -> None:
         """Note memory and values: each unit calls this while it computes."""
+        # the root is whole all the time, and no block
         blocks_held = (alive() - self._before - self._root) / self._block
         now = phase
         if torch._C._current_graph_task_id() != -1:  # a checkpointed block computes again
@@ -263,6 +272,7 @@ class Watch:
             return
         blocks = list(self._net.blocks)
         place = blocks.index(module)
+        # forward runs up the blocks, and backward down
         had_their_turn = blocks[:place] if phase == "forward" else blocks[place + 1 :]
         for block in had_their_turn:
             name = block.probed_as
@@ -321,6 +331,7 @@ def likeness(got: Any, right: Tensor, others: dict[str, Tensor] | None = None) -
     if got.numel() and not got.untyped_storage().nbytes():
         return NOTHING
     got, right = got.detach(), right.detach()
+    # a rank that is left over has no rows: nothing can be wrong
     if not got.numel() or _near(got, right):
         return ""
     if not got.isfinite().all():
@@ -332,11 +343,14 @@ def likeness(got: Any, right: Tensor, others: dict[str, Tensor] | None = None) -
             return name
     if (got - right).abs().max() <= 0.02 * right.abs().max():
         return ROUNDED
+    # right wherever it is not 0
     if _near(got, right * (got != 0)):
         return IN_PART
+    # the multiple of `right` that is nearest to `got`, by least squares
     factor = float((got * right).sum() / (right * right).sum())
     if abs(factor) > 1e-6 and _near(got, factor * right):
         return f"{factor:.4g} times"
+    # the same numbers once both are sorted
     if _near(got.flatten().sort()[0], right.flatten().sort()[0]):
         return REORDERED
     return OTHER
@@ -380,6 +394,7 @@ def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
     until_first_wrong = _until_first_wrong(steps, [*facts[GRADIENTS], *facts[PARAMETERS]])
     for name in (LOSSES, GRADIENTS, PARAMETERS):
         facts[name] = until_first_wrong(facts[name])
+    # a frozen block has no gradients to reduce; 1 is the root
     trained_units = sizes.blocks + 1 - len(sizes.frozen)
     return facts | {
         AT_USE: until_first_wrong(watch.wrong),
@@ -428,6 +443,7 @@ def gathers_beyond(order: Order, blocks: int) -> int:
 
     The last block may stay whole in between, so that one less is right too.
     """
+    # one for each block's forward, one for its backward, and one for the root
     count, most = order.count("all_gather"), 2 * blocks + 1
     if count > most:
         return count - most
@@ -444,6 +460,7 @@ def _until_first_wrong(steps: int, wrong: list[str]) -> Callable[[list[str]], li
         if any(f"step {step}:" in sentence for sentence in wrong):
             first_here = step
     first = torch.tensor(first_here)
+    # another rank may be wrong in an earlier step, from which this rank's errors follow
     dist.all_reduce(first, dist.ReduceOp.MIN)
     shown_steps = [f"step {step}" for step in range(int(first) + 1)]
 
@@ -460,6 +477,7 @@ def _wrong_gradients(net: Net, right: TwinStep, step: int) -> list[str]:
         mean = right.gradients.get(name)
         if mean is None:
             continue
+        # values that a usual mistake leaves in place of the mean
         likely = {"this rank's own": pieces_of(right.of_rank[rank][name])[rank]}
         for other, piece in enumerate(pieces_of(mean)):
             if other != rank:
@@ -490,6 +508,7 @@ def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     """Replay the third step of a training on the steady clock, and return how many blocks it has in memory."""
     net, order = _third_step(fully_shard, sizes)
     watch = Watch(net)
+    # without expected values: memory is looked at, and parameters were compared in the stage before
     watch.begin({}, "step 3")
     loss_of(net, *batch(sizes, 3, dist.get_rank())).backward()
     bars = replayed(order.moments)

@@ -60,6 +60,7 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
     text, twin = ByteText.from_standard_library(), _Twin()
     first = _Trained(fully_shard, seed=0)
     results = [first.step(text, step) for step in range(SAVED_AFTER)]
+    # other weights: what a checkpoint does not bring would show in the losses
     second = _Trained(fully_shard, seed=1)
     _handed_over(first, second)
     results += [second.step(text, step) for step in range(SAVED_AFTER, STEPS)]
@@ -67,6 +68,7 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
     wrong_losses, wrong_norms = [], []  # steps that differ from the twin's
     for step, (loss, norm) in enumerate(results):
         twin_loss, twin_norm = twin.step(text, step)
+        # norms of a step whose loss is wrong say nothing more
         if not _close(loss, twin_loss):
             wrong_losses.append(step)
         elif not _close(norm, twin_norm):
@@ -78,6 +80,7 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
         AFTER_LOADING: [f"step {step}" for step in wrong_losses if step >= SAVED_AFTER],
         PARAMETERS: second.wrong_parameters(twin.model),
         GATHERS: gathers_beyond(first.order, units - 1),
+        # of the first model's last step
         REDUCTIONS: first.order.count("reduce_scatter") - units,
         ADDED_UP: second.added_up(text),
     }
@@ -100,6 +103,7 @@ class _Trained:
     def step(self, text: ByteText, step: int, batch_size: int = 2, length: int = 32) -> tuple[float, float]:
         """Take one step; return (this rank's loss, the norm of all gradients)."""
         given = text.batch(step, dist.get_rank(), dist.get_world_size(), batch_size, length, seed=0)
+        # sizes do not matter here, collectives are only counted
         with Order(1) as self.order:
             loss = loss_of(self.model, *given)
             loss.backward()
@@ -116,6 +120,7 @@ class _Trained:
             loss_of(self.model, *given).backward()
             norms.append(_number(clip_grad_norm_(self.model.parameters(), float("inf"))))  # clips nothing
         self.optimizer.zero_grad()
+        # the same batch twice: gradients that add up have twice the norm
         factor = norms[1] / norms[0]
         if abs(factor - 2) < 1e-3:
             return "twice those of one"
@@ -144,6 +149,7 @@ class _Twin:
         """Take one step; return (the loss of this process's rank, the norm of all gradients)."""
         ranks = dist.get_world_size()
         batches = [text.batch(step, rank, ranks, 2, 32, seed=0) for rank in range(ranks)]
+        # this rank's own loss, which the replay of all ranks does not return
         with torch.no_grad():
             loss = loss_of(self.model, *batches[dist.get_rank()])
         replay_gradients(self.model, [[batch] for batch in batches], loss_of)
@@ -177,6 +183,7 @@ def _handed_over(first: _Trained, second: _Trained) -> None:
         folders = [folder_of_rank]
         dist.broadcast_object_list(folders)  # all ranks use that of rank 0
         for trained, move in ((first, dcp.save), (second, dcp.load)):
+            # shards; `load` writes into those of the second model
             model, optimizer = get_state_dict(trained.model, trained.optimizer)
             move({"model": model, "optimizer": optimizer}, checkpoint_id=folders[0])
         set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
@@ -198,6 +205,7 @@ def _memory(fully_shard: FullyShard, text: ByteText) -> Facts:
         trained.step(text, 1, LARGE.batch_size, LARGE.sequence_length)
     timeline, lab = recorder.timeline, predict(LARGE)
     assert lab.peak_bytes is not None and lab.by_category is not None, "the lab's engine is predicted on CPU ranks"
+    # what must be in memory between two steps, and no more than 10 % beyond it
     resting = lab.by_category["sharded_parameters"] + lab.by_category["optimizer_state"]
     collectives = trained.order.count("all_gather") + trained.order.count("reduce_scatter")
     return {

@@ -70,6 +70,7 @@ class Order(TorchDispatchMode):
     def __enter__(self) -> Order:
         for kind, names in _CALLS.items():
             for name in names:
+                # names differ between versions of torch
                 call = getattr(dist.ProcessGroup, name, None)
                 if call is not None:
                     noted = mock.patch.object(dist.ProcessGroup, name, self._noted(call, kind))
@@ -100,6 +101,7 @@ class Order(TorchDispatchMode):
         @functools.wraps(call)
         def issued(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
             number = self._issue(kind, arguments[:2])
+            # the learner gets a Work that notes when it is waited for
             return Waited(call(group, *arguments, **named), lambda: self._wait(kind, number))
 
         return issued
@@ -122,6 +124,7 @@ class Order(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
         if name == "wait_tensor":
+            # a tensor that waits by itself holds the plain one as `elem`
             tensor = getattr(args[0], "elem", args[0])
             message = self._functional.pop(tensor.data_ptr(), None)
             if message is not None:
@@ -129,6 +132,7 @@ class Order(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for kind in _CALLS:
             if name.startswith(kind):
+                # a functional collective gives no Work: the wait is known by the address of its result
                 self._functional[made.data_ptr()] = kind, self._issue(kind, (args[0], made))
         return made
 
@@ -185,11 +189,13 @@ def replayed(moments: Sequence[Moment]) -> list[Bar]:
     bars, phase = [], "forward"
     for moment in moments:
         if moment.what == "issue":
+            # the link carries one message at a time
             start = max(now, free)
             free = start + MESSAGE_MS * moment.blocks
             arrives[moment.number] = free
             bars.append(Bar("link", moment.name, start, free))
         elif moment.what == "wait":
+            # a wait for what has arrived already takes no time
             until = arrives.get(moment.number, 0.0)
             if until > now:
                 bars.append(Bar("exposed", f"{moment.name} in {phase}", now, until))
@@ -213,6 +219,7 @@ def waited_for_at_once(moments: Sequence[Moment]) -> list[Moment]:
             ahead[moment.number] = moment
         elif moment.what == "issue":
             at_once += [moment, Moment("wait", moment.name, moment.number)]
+        # the all-gather moves behind all that ran ahead of its wait
         elif moment.what == "wait" and moment.number in ahead:
             at_once += [ahead.pop(moment.number), moment]
         elif moment.what != "wait":

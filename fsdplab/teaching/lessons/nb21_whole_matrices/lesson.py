@@ -72,7 +72,9 @@ def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
     """Draw the singular values of a gradient, of the whole matrix after Newton-Schulz, and of the ranks' parts."""
     given = gradient(matrix)
     before, whole, joined = values(given), values(orthogonalised(given)), values(pieces(given, ranks))
+    # the gradient's own scale plays no part: Newton-Schulz divides by the norm
     scaled = [value / before[0] for value in before]
+    # 1 for the largest value
     places = list(range(1, len(before) + 1))
     figure = go.Figure(
         [
@@ -113,6 +115,7 @@ _KINDS = {
 
 def exchange_cells(ranks: int = 3) -> Iterator[HeldCell]:
     """Yield what each rank holds of as many matrices as there are ranks, moment by moment; rank r owns matrix r."""
+    # of each matrix every rank has rows, and its owner has all for two moments
     for rank, matrix in product(range(ranks), repeat=2):
         row = f"rank {rank}: matrix {'ABCDEFGH'[matrix]}"
         yield HeldCell(row, 0, "rows of the momentum", f"part {rank}")
@@ -178,13 +181,16 @@ def ways(model: str, ranks: int) -> list[Way]:
     gather_everywhere = Way(
         "all-gather everywhere",
         shape.layers * sum(map(newton_schulz_flops, block)),
+        # an all-gather of all matrices; every rank computes each of them
         SENT * elements * (ranks - 1) / ranks,
     )
 
     owners = OwnersStep.of(shape, ranks, whole=False)
     owner_each = Way("an owner a matrix", owners.flops, float(sum(row.step_bytes for row in owners.traffic())))
 
+    # elements of the fullest rank beyond an equal share
     uneven = max(_shares(block, ranks, math.prod)) - block_elements / ranks
+    # three collectives a block, 4 bytes an element of fp32
     padding = 3 * 4 * shape.layers * (ranks - 1) * uneven
     # of the busiest rank, where each block's shares go to the ranks in turn, so that all blocks together balance
     shares = _shares(block, ranks, newton_schulz_flops)
@@ -287,6 +293,7 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
         step_time = known(record.summary.step_time_s.median)
         optimizer_time, exchange = _optimizer(record)
         exposed_time = known(record.summary.comm.exposed_s) - exchange  # the exchange is the optimizer's
+        # what is left of the step, so that the three parts of a bar are the step
         computing.append(1e3 * (step_time - optimizer_time - exposed_time))
         exposed.append(1e3 * exposed_time)
         optimizer.append(1e3 * optimizer_time)

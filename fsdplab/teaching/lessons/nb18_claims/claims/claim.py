@@ -43,6 +43,7 @@ class Subject(list[Claim]):
         """Return a decorator that adds the statement in a function's docstring, which the function judges."""
 
         def add(find: Find) -> Find:
+            # on one line, as tables show it
             statement = " ".join((find.__doc__ or "").split())
             self.append(Claim(number, statement, origin, seen_in, find))
             return find

@@ -23,6 +23,7 @@ LARGE = {"model": MODEL, "gpu": "h100", "checkpointing": "full", "masters": "sep
 def states(planned: Plan) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a rank while the optimizer steps."""
     total = 0.0
+    # the last moment of a step is the optimizer's
     for name, nbytes in planned.memory.moments[-1].by_category.items():
         if name not in ("activations", "other", "communication_buffers"):
             total += nbytes
@@ -39,6 +40,7 @@ def _(measured: Measured) -> Finding:
     """70 billion parameters in bf16 with Adam take 1.12 TB: 140 GB of parameters, as much of gradients, 560 GB of
     Adam's moments, 280 GB of fp32 masters.
     """
+    # bytes of an element: bf16 parameters and gradients, two fp32 moments, fp32 masters
     bytes_each = {"parameters": 2, "gradients": 2, "moments": 8, "masters": 4}
     together = sum(bytes_each.values())
     total = together * PARAMETERS
@@ -70,6 +72,7 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C4", "computed", "19_planning_at_scale")
 def _(measured: Measured) -> Finding:
     """Of 70 billion parameters each of 512 GPUs holds about 280 MB instead of 140 GB."""
+    # 2 bytes an element: 140 GB over 512 GPUs are 273 MB
     shard = 2 * PARAMETERS / 512
     return confirmed_if(abs(shard / 280e6 - 1) < 0.05, f"{size(shard)} in bf16; FSDP2 keeps fp32, twice as much")
 
@@ -85,6 +88,7 @@ def _(measured: Measured) -> Finding:
     listed, is_divided = [], True
     for ranks, nbytes in state_bytes.items():
         listed.append(f"{in_mb(nbytes)} on {ranks}")
+        # what is divided is the same on all ranks together, but for padding
         of_all_ranks = nbytes * ranks
         is_divided = is_divided and abs(of_all_ranks / state_bytes[1] - 1) < 0.15
     on_two, on_four = others[2], others[4]
@@ -101,6 +105,7 @@ def _(measured: Measured) -> Finding:
     peaks = {name: run["peak"] for name, run in measured["strategies"].items()}
     holds = True
     for kind, state in (("optimizer_state", "optimizer"), ("sharded_parameters", "parameters")):
+        # what a strategy that does not shard it keeps; on 2 ranks a shard is half of it
         whole = max(peak[kind] for peak in peaks.values())
         for name, peak in peaks.items():
             is_sharded = peak[kind] < 0.6 * whole
@@ -144,6 +149,7 @@ def _(measured: Measured) -> Finding:
     """Activations are not sharded; where they dominate, tensor parallelism is the answer."""
     activations = _activations(measured["sequences"])
     usual_run = activations["128 tokens, 2 ranks"]
+    # about 2 where activations grow with the tokens; `wider` is about 1 where more ranks do not help
     longer = usual_run / activations["64 tokens, 2 ranks"]
     wider = activations["128 tokens, 4 ranks"] / usual_run
 
@@ -151,6 +157,7 @@ def _(measured: Measured) -> Finding:
         peak = plan("llama-3.1-8b", "h100", gpus=8, seq=8192, tensor_parallel=ways).memory.peak
         return peak.by_category["activations"]
 
+    # bytes of activations without tensor parallelism, and with 8 ways
     usual, cut = planned(1), planned(8)
     text = (
         f"twice the tokens hold {longer:.1f} times the activations, twice the ranks {wider:.1f} times; tensor"
@@ -171,6 +178,7 @@ def _(measured: Measured) -> Finding:
     moved = plan("llama-3.1-8b", "h100", gpus=8, micro_batch=1, offload=True)
     assert usual.time is not None, "FLOP/s of an H100 are known"
     planned_peak, planned_offloaded = usual.memory.peak.total, moved.memory.peak.total
+    # bytes that cross between host and GPU in a step, in both directions together
     crossing, bus = host_crossing(moved.spec), parse_link("pcie5")
     bus_s, step_s = crossing / bus.bytes_per_s, usual.time.step_s
     text = (
@@ -206,6 +214,7 @@ def _(measured: Measured) -> Finding:
         "adapters on bf16": {"lora_rank": 16},
         "adapters on 4 bits": {"lora_rank": 16, "base_dtype": "nf4"},
     }
+    # all parameters must not fit and 4 bits must: then it depends on what is trained
     fits, listed = [], []
     for name, way in ways.items():
         planned = plan("llama-3.1-8b", "rtx-4090", **settings, **way)

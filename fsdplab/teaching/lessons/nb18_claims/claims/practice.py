@@ -21,6 +21,7 @@ def _(measured: Measured) -> Finding:
     peaks, counts, listed = {}, {}, []
     for units in ("model", "auto", "linear"):
         run = measured["units"][units]
+        # bytes of all categories at the peak
         peaks[units] = sum(run["peak"].values())
         counts[units] = sum(run["collectives"].values())
         listed.append(f"{units} {peaks[units] / 1e6:.0f} MB and {counts[units]} collectives a step")
@@ -31,6 +32,7 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C19", "measured", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
     """bf16 with fp32 masters keeps the training curve."""
+    # losses of single steps scatter by more than the curves differ
     ends = {name: fmean(losses[-_LAST:]) for name, losses in measured["curves"].items()}
     usual, masters, alone = ends["fp32"], ends["bf16, fp32 masters"], ends["bf16 alone"]
     text = (
@@ -46,6 +48,7 @@ def _(measured: Measured) -> Finding:
     drifts = measured["composed"]
     listed = []
     for what, drift in drifts.items():
+        # the largest difference of a parameter after the steps
         distance = f"{drift:.0e}" if drift else "equal"
         listed.append(f"with {what} {distance}")
     text = f"farthest parameter from the unsharded twin's, on 4 ranks: {', '.join(listed)}"
@@ -84,6 +87,7 @@ def _(measured: Measured) -> Finding:
     layers = measured["layers"]
     listed = "; ".join(f"{name}: {what}" for name, what in layers.items())
     text = f"{listed}. A parameter must be read in the forward of its own unit"
+    # the record holds a sentence for each kind of layer
     ties_work = "are the twin's" in layers["tied weights"]
     outside_is_refused = "refused" in layers["a weight read outside"]
     return conditional_if(ties_work and outside_is_refused, text)
@@ -94,6 +98,7 @@ def _(measured: Measured) -> Finding:
     """Debugging is harder than under DDP."""
     path = shared_folder("data") / "failures-14" / "torchrun.json"
     faults = json.loads(path.read_text(encoding="utf-8"))["faults"]
+    # a job that trains wrongly and ends as a sound one does
     silent = [name for name, row in faults.items() if row["exit"] == 0]
     text = (
         f"{len(silent)} of {len(faults)} faults in a sharded job end with exit code 0 under torchrun"

@@ -28,6 +28,7 @@ def _step(planned: Plan) -> float:
 
 def _slower(model: str, gpus: int = 8, **settings: int) -> float:
     """Return a predicted step under full sharding over one under DDP, on H100s."""
+    # 1.1: a step under full sharding takes 10 % longer
     full = plan(model, "h100", gpus=gpus, strategy="full_shard", **settings)
     ddp = plan(model, "h100", gpus=gpus, strategy="no_shard", **settings)
     return _step(full) / _step(ddp)
@@ -53,6 +54,7 @@ def _rate(planned: Plan) -> float:
 @CLAIMS.claim("C7", "computed", "10_when_does_it_hide")
 def _(measured: Measured) -> Finding:
     """Inside an NVLink node FSDP is usually 5 to 15 % slower than DDP."""
+    # two models that fit whole on a card, each with one and with four sequences a rank
     factors = [_slower(model, micro_batch=count) for model in SMALL for count in (1, 4)]
     text = (
         f"a step on 8 H100 takes {_span(factors)} of DDP's where DDP fits ({' and '.join(SMALL)}): gathers hide behind"
@@ -73,6 +75,7 @@ def _(measured: Measured) -> Finding:
         )
         return _rate(slow) / _rate(fast)
 
+    # of NVLink's tokens a second: 0.5 is half the throughput
     shares = {link: share(link, 1) for link in ("pcie5", "pcie4", "eth100", "eth10")}
     listed = ", ".join(f"{link} {part:.0%}" for link, part in shares.items())
     more = share("pcie4", 8)
@@ -89,6 +92,7 @@ def _(measured: Measured) -> Finding:
     card = find_gpu("rtx-4090")
     spec = plan_spec("llama-3.2-1b", card.name, gpus=4, seq=2048, checkpointing="full")
     without = plan_of(spec)
+    # the same cards with a link that they do not have
     with_it = plan_of(replace(spec, gpu=replace(card, link=parse_link("nvlink4"))))
     text = (
         f"the card has no NVLink: its GPUs are joined by {card.link.name}, {card.link.bytes_per_s / 1e9:.0f} GB/s. A"
@@ -101,6 +105,7 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C24", "computed", "10_when_does_it_hide")
 def _(measured: Measured) -> Finding:
     """FSDP has a large overhead for small models."""
+    # from the smallest model to the largest
     factors = {model: _slower(model, gpus=64, seq=128) for model in ("gpt-tiny", "gpt-20m", "gpt2", "gpt2-large")}
     listed = ", ".join(f"{model} {factor - 1:+.0%}" for model, factor in factors.items())
     text = f"a step beside DDP's on 64 H100, one sequence of 128 tokens a rank: {listed}"
@@ -111,6 +116,7 @@ def _(measured: Measured) -> Finding:
 def _(measured: Measured) -> Finding:
     """It scales nearly linearly to hundreds of GPUs."""
     small_model, large_model = _series("MPT-7b", 2048), _series("MPT-70b", 2048)
+    # tokens a second and GPU on 512 over those on 8: 1 is linear scaling
     small = small_model[512] / small_model[8]
     large = large_model[512] / large_model[128]
     few = _rate(plan(LARGE, "h100", gpus=64, strategy="full_shard"))
@@ -126,6 +132,7 @@ def _(measured: Measured) -> Finding:
 @CLAIMS.claim("C30", "computed", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
     """FSDP speeds up training."""
+    # on 8 GPUs of one node, and on 512 with little work for each
     near, far = _slower("llama-3.2-1b"), _slower("llama-3.2-1b", gpus=512, seq=1024)
     text = (
         f"a 1B model's step takes {near:.2f} of DDP's on 8 H100 with NVLink, since each rank steps an eighth of the"

@@ -23,9 +23,12 @@ def _(measured: Measured) -> Finding:
         return sum(bytes_by_axis(planned.traffic).values())
 
     ddp_in_fp32 = planned_bytes("no_shard", "fp32", "fp32")
+    # one dtype: two all-gathers and a reduce-scatter over an all-reduce, 3 / 2
     one = planned_bytes("full_shard", "fp32", "fp32") / ddp_in_fp32
     mixed = planned_bytes("full_shard", "bf16", "fp32")
+    # (2 x 2 + 4) / (2 x 4) bytes of an element: 1
     usual = mixed / ddp_in_fp32
+    # (2 x 2 + 4) / (2 x 2): 2
     low = mixed / planned_bytes("no_shard", "bf16", "bf16")
     text = (
         f"{small:.2f} times for gpt-tiny, whose root is gathered once (measured); for Llama 3.1 8B {one:.2f} with one"
@@ -55,6 +58,7 @@ def _(measured: Measured) -> Finding:
     """The backward pass gathers gradients."""
     backward = {}
     for name, count in measured["strategies"]["full_shard"]["collectives"].items():
+        # "backward all_gather"
         phase, kind = name.split()
         if phase == "backward":
             backward[kind] = count
@@ -83,6 +87,7 @@ def _(measured: Measured) -> Finding:
     """HYBRID_SHARD keeps the heavy all-gathers on fast links, and only all-reduces between nodes."""
     full = bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy="full_shard").traffic)
     hybrid = bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy="hybrid_shard").traffic)
+    # bytes that one GPU sends; full_shard has one axis, which spans the nodes
     over_all, between, inside = sum(full.values()), hybrid["replicate"], hybrid["shard"]
     text = (
         f"Llama 3.1 8B on 8 nodes of 8: between nodes a rank sends {size(between)} a step instead of"
@@ -96,6 +101,7 @@ def _(measured: Measured) -> Finding:
     """Gradient accumulation changes what each strategy costs."""
     factors = {}
     for name, nbytes in measured["micro_batches"].items():
+        # 1 where a strategy sends nothing more for further micro-batches, up to 8
         factors[name] = nbytes / measured["strategies"][name]["bytes"]
     listed = ", ".join(f"{name} {factor:.1f}" for name, factor in factors.items())
     text = f"bytes of a step of 8 micro-batches over those of one: {listed} (by default)"
