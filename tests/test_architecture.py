@@ -145,7 +145,9 @@ def test_functions_are_short():
 
 def test_the_order_of_a_step_is_read_in_an_evening():
     core = ROOT / "fsdplab" / "engine" / "core"
-    lines = [len((core / f"{name}.py").read_text(encoding="utf-8").splitlines()) for name in WITHOUT_TORCH]
+    texts = [(core / f"{name}.py").read_text(encoding="utf-8") for name in WITHOUT_TORCH]
+    # comments make the evening shorter, not longer
+    lines = [sum(not line.lstrip().startswith("#") for line in text.splitlines()) for text in texts]
     assert sum(lines) < MAX_LINES_OF_A_STEP, dict(zip(WITHOUT_TORCH, lines))
 
 
