@@ -135,7 +135,9 @@ add_command(
         ),
         "out": Flag(Path, Path("runs/recorded"), "Folder of the record."),
         "steps": Flag(
-            str, "8:16", "Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
+            str,
+            "8:16",
+            "Optimizer steps to profile, FIRST:END counted from 0; memory is that of two steps before (a GPU: three).",
         ),
         "ranks": Flag(
             str | None,

@@ -1,4 +1,6 @@
-"""Why a step was slower than its computing: at most five findings, each a fact with its number, and a remedy.
+"""Why a step was slower than its computing: findings, each a fact with its number, and a remedy.
+
+At most five are on a step's time, and one is on memory.
 
 Each rule is a row: what it claims, and its words (`causes/`, `faults.py`). It claims exposed seconds of a step that no
 rule before it has claimed, a cause before its consequences, so the seconds of all findings add up to no more than the
@@ -32,7 +34,9 @@ _MUCH_LONGER = 0.1  # by how much longer profiled steps must be for that to be s
 
 
 def findings(record: RunRecord) -> list[Finding]:
-    """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
+    """Return at most five findings on the time of a profiled run, costliest first, then that on its memory.
+
+    ValueError when the run was not profiled.
 
     A link that is slower than the work comes before what a schedule could hide on it. Of a full_shard run with
     prefetch=0 on a slow link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".

@@ -2,8 +2,7 @@
 
 A run of the lab is told the lab's own settings. A recorded job is told the line, the argument or the JSON key that its
 own program has: first its trainer's, where it has one that sets this of its engine, else its engine's, else the general
-one; "" where
-its engine cannot be told.
+one; "" where its engine cannot be told.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from nbformat import NotebookNode
 
 from fsdplab.common.files import write_whole
 from fsdplab.common.places import shared_folder
+from fsdplab.common.words import plural
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
 from fsdplab.teaching.site.live import FIRST_PAGE, NAMES, Pyodide, live_files
 from fsdplab.teaching.site.pages import Lesson, deck_of, lesson_of, page_of, styles, text_html, text_page
@@ -26,7 +27,7 @@ MANIFEST = "site.json"
 _BESIDE_LESSONS = (FIRST_PAGE, "glossary.html", "pages.css", MANIFEST)
 _FIRST_PAGE = """# Fully sharded training, from one collective to a plan for thousands of GPUs
 
-A course of {count} notebooks that run on any laptop with two CPU cores. Each one asks a question, lets you predict the
+A course of {count} that run on any laptop with two CPU cores. Each one asks a question, lets you predict the
 answer, and measures it on real processes. These pages are the notebooks after a run: text, code and figures.
 {where}
 
@@ -184,7 +185,9 @@ def _first_page(lessons: Sequence[Lesson], where: str, live: bool) -> str:
         link = f"[{_cell(lesson.title)}]({lesson.address})"
         rows.append(f"| {link} | {_cell(lesson.question)} | {lesson.minutes} |")
     planner = "[Plan a job](planner.html) in this browser: does a model fit, and how long does a step take?\n\n"
-    return _FIRST_PAGE.format(count=len(lessons), where=where, live=planner if live else "", rows="\n".join(rows))
+    return _FIRST_PAGE.format(
+        count=plural(len(lessons), "notebook"), where=where, live=planner if live else "", rows="\n".join(rows)
+    )
 
 
 def _cell(text: str) -> str:
