@@ -137,6 +137,9 @@ def test_a_pattern_extends_the_table(tmp_path):
     for wrong, complaint in (("a=gossip", "gossip"), ("(", "no regular expression"), (".*", "every name")):
         with pytest.raises(TraceError, match=complaint):
             comm_pattern(wrong)
+    expression, kind = comm_pattern("my_dispatch(?=_v2)")
+    assert expression.search("My_Dispatch_v2<bf16>") and not expression.search("my_dispatch_v1")
+    assert kind == comm_pattern("my_dispatch")[1], "an equals sign within an expression names no collective"
 
 
 def test_exports_of_traces(tmp_path):

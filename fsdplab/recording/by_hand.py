@@ -24,9 +24,8 @@ class Recorder:
     """Records some steps of a training loop into `folder`, on every rank; `fsdplab report` opens it.
 
     `model` and `optimizer` are those of the loop, wrapped or sharded already; several optimizers are given as a list.
-    `steps`: those that are profiled, FIRST:END counted from 0; memory is that of two steps before (a
-    GPU: three). A recording
-    that cannot be made (a folder that holds a record, a full disk) says so on stderr, and the loop goes on.
+    `steps`: those that are profiled, FIRST:END counted from 0; memory is that of two steps before (a GPU: three). A
+    recording that cannot be made (a folder that holds a record, a full disk) says so on stderr, and the loop goes on.
 
     >>> recorder = Recorder("out", model, optimizer)                          # doctest: +SKIP
     >>> for batch in loader:                                                  # doctest: +SKIP

@@ -35,7 +35,8 @@ def comm_pattern(text: str) -> tuple[re.Pattern[str], str]:
     """
     # at the last `=`, since an expression may hold one, such as (?=...)
     expression, equals, kind = text.rpartition("=")
-    if not equals:
+    # what follows is then no name, as in `my_dispatch(?=_v2)`
+    if not equals or not kind.isidentifier():
         expression, kind = text, NAMED
     known = sorted(COLLECTIVE_ROWS)
     if kind != NAMED and kind not in known:
