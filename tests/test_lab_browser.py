@@ -71,6 +71,9 @@ def predicts_measures_and_tries_again(page: Any, course: Path, tmp_path: Path) -
 
     run_a_cell(page, MEASURE)
     page.get_by_text("The field is still empty: ").wait_for(timeout=SHORT_MS)
+    # a kernel drops what was asked of it while it answers with an error
+    page.wait_for_function("() => !document.querySelector('.jp-Notebook').innerText.includes('[*]')")
+    page.get_by_text("(ipykernel) | Idle").wait_for(timeout=SHORT_MS)
     page.keyboard.press("Control+Enter")  # once more, without a number
     page.wait_for_function("""() => document.querySelectorAll("[placeholder='your number']:disabled").length == 2""")
     peak.evaluate("e => { e.disabled = false; }")  # a page that has not heard of it yet

@@ -103,7 +103,7 @@ def unit_bytes(record: RunRecord) -> dict[str, int]:
     nbytes = {}
     for row in record.table("ledger"):
         if row["kind"] == "all_gather":
-            # a unit is gathered several times, with the same bytes each time
+            # a unit is unsharded several times, with the same bytes each time
             nbytes[row["unit"] or "root"] = row["logical_bytes"]
     return nbytes
 

@@ -191,7 +191,7 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
         STAYING: watch.staying,
         # hooks after the second forward less those after the first: each forward may add none
         HOOKS: hooks[-1] - hooks[0],
-        # of the last forward, in which each unit is gathered once
+        # of the last forward, in which each unit is unsharded once
         GATHERS: order.count("all_gather") - len(net.units),
         KEPT: kept_bytes,
         HELD: watch.too_many(),
