@@ -128,15 +128,35 @@ def of_graphs(tmp_path: Path, step: Any) -> dict[str, int]:
     return {row["name"]: row["count"] for row in analyse_trace(path).rows("activities") if "graph" in row["name"]}
 
 
+def deep() -> nn.Sequential:
+    """Four blocks, whose forward builds more nodes in a row than any check after a layer."""
+    return nn.Sequential(*(model() for _ in range(4)))
+
+
 def test_a_forward_without_a_backward_is_a_dropped_graph(tmp_path):
-    network, x = model(), torch.randn(4, 8)
+    network, x = deep(), torch.randn(4, 8)
 
     def trains_and_validates() -> None:
         network(x).sum().backward()
         network(x).sum()
 
     found = of_graphs(tmp_path, trains_and_validates)
-    assert found["dropped graph"] >= 4 and found["graph"] >= 2 * found["dropped graph"] - 1
+    assert found["dropped graph"] >= 12 and found["graph"] >= 2 * found["dropped graph"] - 1
+
+
+def test_a_check_after_each_layer_drops_no_graph(tmp_path):
+    """What is read of a layer's output builds a node or two; the forward's own nodes stand in between."""
+    network, x = deep(), torch.randn(4, 8)
+
+    def check(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        assert output.abs().max().item() < 1e6
+
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(check)
+
+    found = of_graphs(tmp_path, lambda: network(x).sum().backward())
+    assert not found.get("dropped graph")
 
 
 def test_what_is_used_or_needs_no_graph_is_none(tmp_path):

@@ -87,7 +87,8 @@ def fsdplab(installed: Path, tmp_path: Path):
 
 def test_a_wheel_holds_the_course_and_the_data_and_nobodys_work(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    held = {name.removeprefix(f"fsdplab/{places.IN_A_WHEEL}/") for name in names if places.IN_A_WHEEL in name}
+    within = f"fsdplab/{places.IN_A_WHEEL}/"
+    held = {name.removeprefix(within) for name in names if name.startswith(within)}
     notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "data").rglob("*.*") if path.is_file()}
     assert len(notebooks) >= 13 and "data/published.csv" in data

@@ -55,7 +55,8 @@ def course() -> list[tuple[str, str]]:
         )
         for source in sources:
             if re.search(r"^explore\(", source, re.M):
-                found.append((path.stem, f"{imports}\n{SETUP.get(path.stem, '')}\n{source}"))
+                alone = re.sub(r"^ask\(.*$", "", source, flags=re.M)  # so that the picture is the cell's last output
+                found.append((path.stem, f"{imports}\n{SETUP.get(path.stem, '')}\n{alone}"))
     return found
 
 

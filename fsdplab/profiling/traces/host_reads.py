@@ -3,9 +3,9 @@ single tensors, and graphs that no backward uses.
 
 `.item()`, `bool(tensor)` and printing a tensor read a number: on a GPU the host then waits for all that it has queued.
 Norms of single tensors are those that no operator on a list of tensors takes. What an optimizer does so is its own.
-Each node of a graph that a forward builds has a number, and the backward that uses it the same one: numbers of the
-forward that no backward has are of a graph that was built and dropped. What is computed inside a backward is
-recomputed, and builds no graph of its own.
+Each node of a graph that a forward builds has a number, and the backward that uses it the same one: many numbers in a
+row that no backward has are of a graph that was built and dropped. What is computed inside a backward is recomputed,
+and builds no graph of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector
 _OF_A_LIST = ("aten::_foreach_norm",)
 NODES, DROPPED = "graph", "dropped graph"  # the nodes of a step's graphs, and those of them that no backward uses
 NAMES = (*COUNTED, NODES, DROPPED)
+# A forward that is dropped drops its nodes one after the other; a check after each layer drops one or two in between.
+IN_A_ROW = 8
 
 
 class HostReads:
@@ -98,17 +100,28 @@ class _Graphs:
         """How many nodes a step built and dropped, and for how long; nothing where no backward has numbers."""
         starts = self._events.start[self._built]
         in_step = (starts >= window.start) & (starts < window.end)
-        numbers = set(self._numbers[in_step].tolist())
-        dropped = numbers - self._used
-        if not self._used or not dropped:
+        numbers = np.unique(self._numbers[in_step])  # of the step's nodes, in the order in which they were built
+        is_dropped = _in_long_runs(~np.isin(numbers, list(self._used)))
+        if not self._used or not is_dropped.any():
             return {}
-        of_dropped = in_step & np.isin(self._numbers, list(dropped))
+        dropped = numbers[is_dropped]
+        of_dropped = in_step & np.isin(self._numbers, dropped)
         return {NODES: (len(numbers), self._lasted(in_step)), DROPPED: (len(dropped), self._lasted(of_dropped))}
 
     def _lasted(self, which: np.ndarray) -> int:
         """For how long these operators ran, those inside others counted once."""
         spans = self._events.spans_of(self._built[which])
         return size(union(spans))
+
+
+def _in_long_runs(flags: np.ndarray) -> np.ndarray:
+    """The flags of which at least IN_A_ROW neighbours are set: of one in between others none is left."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    long_runs = np.zeros_like(flags)
+    # the edges are where a run begins and where it has ended, in turn
+    for begin, end in edges.reshape(-1, 2):
+        long_runs[begin:end] = end - begin >= IN_A_ROW
+    return long_runs
 
 
 def _rows_named(events: Events, names: Iterable[str]) -> np.ndarray:
