@@ -123,6 +123,14 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Any]:
+    """The file's Chromium for one test: what it has opened is closed behind it."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
+
+
 @dataclass(frozen=True)
 class Cells:
     """Runs cells in a notebook of their own, in `folder`, where their kernel works."""

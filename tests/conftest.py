@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser import chromium, course_lab, course_server, lab_cells, plain_server  # noqa: F401 (fixtures)
+from tests.browser import browser, chromium, course_lab, course_server, lab_cells, plain_server  # noqa: F401 (fixtures)
+from tests.live_site import empty_pyodide, live_site, small_course  # noqa: F401 (fixtures)
 from tests.on_linux import pytest_runtest_call, pytest_runtest_setup  # noqa: F401 (hooks)
 from tests.ranks import RankPool
 from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from fsdplab.teaching.site.build import build_site
 from fsdplab.teaching.site.live import LAB_SOURCES, pyodide
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.widgets.strategy_lab import Instrument
-from tests.browser import CHROMIUM, needs_chromium, patient
-from tests.live_site import PYODIDE, Host, needs_pyodide, small_course
+from tests.browser import needs_chromium, patient
+from tests.live_site import Host, needs_pyodide
 
 MOVES: tuple[dict[str, Any], ...] = (
     {"n": 1, "choices": {"link": "400MB/s"}},
@@ -91,14 +91,9 @@ def test_the_page_offers_all_but_what_measures() -> None:
 # ---- the site
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_course(tmp_path_factory.mktemp("executed"))
-
-
-def test_the_archive_answers_alone_and_equally(executed: Path, tmp_path: Path) -> None:
+def test_the_archive_answers_alone_and_equally(small_course: Path, tmp_path: Path) -> None:
     """Nothing but the archive and Python's own library: no torch, no numpy, no widgets."""
-    build_site(executed, tmp_path / "site", live=pyodide())
+    build_site(small_course, tmp_path / "site", live=pyodide())
     with zipfile.ZipFile(tmp_path / "site" / LAB_SOURCES) as archive:
         archive.extractall(tmp_path / "sources")
     code = "import json, sys; sys.path.insert(0, sys.argv[1])"
@@ -112,8 +107,8 @@ def test_the_archive_answers_alone_and_equally(executed: Path, tmp_path: Path) -
         assert json.loads(line) == [here.answer(json.dumps(move)), here.afterwards()], move
 
 
-def test_the_first_page_begins_with_the_lab_and_its_first_answer(executed: Path, tmp_path: Path) -> None:
-    site = build_site(executed, tmp_path / "site", live=pyodide())
+def test_the_first_page_begins_with_the_lab_and_its_first_answer(small_course: Path, tmp_path: Path) -> None:
+    site = build_site(small_course, tmp_path / "site", live=pyodide())
     page = (site.folder / "index.html").read_text(encoding="utf-8")
     lab, course = page.index('id="lab"'), page.index('<h2 id="fully-sharded-training')
     assert lab < page.index('id="measure"') < course < page.index('href="01_small.html"')
@@ -125,23 +120,6 @@ def test_the_first_page_begins_with_the_lab_and_its_first_answer(executed: Path,
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def site(executed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("live") / "site"
-    build_site(executed, folder, live=pyodide(PYODIDE))
-    return folder
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 class Page:
@@ -185,9 +163,9 @@ def in_this_python(asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @needs_pyodide
 @pytest.mark.timeout(900)
 def test_controls_are_answered_as_in_python_and_the_page_opens_offline(
-    site: Path, browser: Any, tmp_path: Path
+    live_site: Path, browser: Any, tmp_path: Path
 ) -> None:
-    host = Host(site)
+    host = Host(live_site)
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     lab = Page(context, f"{host.address}/")
     assert "Simulated" not in lab.page.locator(".fl-run").inner_text()
@@ -223,8 +201,8 @@ def test_controls_are_answered_as_in_python_and_the_page_opens_offline(
 @needs_chromium
 @needs_pyodide
 @pytest.mark.timeout(900)
-def test_a_phone_shows_all_of_it(site: Path, browser: Any, tmp_path: Path) -> None:
-    host = Host(site)
+def test_a_phone_shows_all_of_it(live_site: Path, browser: Any, tmp_path: Path) -> None:
+    host = Host(live_site)
     lab = Page(browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark"), f"{host.address}/")
     for preset in ("two nodes", "8 x H100", "laptop"):
         lab.press(preset)
@@ -252,8 +230,8 @@ def test_a_phone_shows_all_of_it(site: Path, browser: Any, tmp_path: Path) -> No
 @needs_chromium
 @needs_pyodide
 @pytest.mark.timeout(900)
-def test_every_control_is_reached_by_keyboard_with_a_ring_and_a_name(site: Path, browser: Any) -> None:
-    host = Host(site)
+def test_every_control_is_reached_by_keyboard_with_a_ring_and_a_name(live_site: Path, browser: Any) -> None:
+    host = Host(live_site)
     lab = Page(browser.new_context(viewport={"width": 1280, "height": 800}), f"{host.address}/")
     lab.page.locator("#lab summary", has_text="More").click()
     wanted = set(lab.page.evaluate(CONTROLS))
@@ -276,13 +254,9 @@ def test_every_control_is_reached_by_keyboard_with_a_ring_and_a_name(site: Path,
 
 @needs_chromium
 def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_answer(
-    executed: Path, browser: Any, tmp_path: Path
+    small_course: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
 ) -> None:
-    empty = tmp_path / "pyodide"
-    empty.mkdir()
-    for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"):
-        (empty / name).write_bytes(b"\xff" + name.encode())
-    build_site(executed, tmp_path / "site", live=pyodide(str(empty)))
+    build_site(small_course, tmp_path / "site", live=pyodide(str(empty_pyodide)))
     host, page = Host(tmp_path / "site"), patient(browser.new_page())
     for address in (f"{host.address}/", (tmp_path / "site" / "index.html").as_uri()):
         page.goto(address)

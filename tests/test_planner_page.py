@@ -11,7 +11,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 import zipfile
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring.course import CourseError
 from fsdplab.teaching.site.build import build_site
 from fsdplab.teaching.site.live import CDN, NAMES, SOURCES, pyodide
-from tests.browser import CHROMIUM, needs_chromium, patient
-from tests.live_site import PYODIDE, Host, needs_pyodide, small_course
+from tests.browser import needs_chromium, patient
+from tests.live_site import Host, needs_pyodide
 
 CHOICES: tuple[dict[str, str], ...] = (
     {},
@@ -178,24 +177,9 @@ def test_red_marks_are_as_long_as_what_is_exposed() -> None:
 # ---- the site
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_course(tmp_path_factory.mktemp("executed"))
-
-
-@pytest.fixture
-def empty_pyodide(tmp_path: Path) -> Path:
-    """A folder with files of Pyodide's names."""
-    folder = tmp_path / "pyodide"
-    folder.mkdir()
-    for name in NAMES[NAMES.index("pyodide.mjs") :]:
-        (folder / name).write_bytes(b"\xff" + name.encode())
-    return folder
-
-
-def test_the_archive_answers_alone_and_equally(executed: Path, tmp_path: Path) -> None:
+def test_the_archive_answers_alone_and_equally(small_course: Path, tmp_path: Path) -> None:
     """Nothing but the archive and Python's own library: no torch, no numpy, no plotly."""
-    build_site(executed, tmp_path / "site", live=pyodide())
+    build_site(small_course, tmp_path / "site", live=pyodide())
     with zipfile.ZipFile(tmp_path / "site" / SOURCES) as archive:
         archive.extractall(tmp_path / "sources")
     code = "import sys; sys.path.insert(0, sys.argv[1]); from fsdplab.figures.live.answer import answered"
@@ -206,8 +190,8 @@ def test_the_archive_answers_alone_and_equally(executed: Path, tmp_path: Path) -
         assert json.loads(done.stdout) == answer(choice, 700)
 
 
-def test_the_page_shows_the_first_plan_before_python_has_started(executed: Path, tmp_path: Path) -> None:
-    site = build_site(executed, tmp_path / "site", live=pyodide())
+def test_the_page_shows_the_first_plan_before_python_has_started(small_course: Path, tmp_path: Path) -> None:
+    site = build_site(small_course, tmp_path / "site", live=pyodide())
     page = (site.folder / "planner.html").read_text(encoding="utf-8")
     assert answer({}, 760)["memory"] in page and answer({}, 760)["verdict"] in page
     assert f'"pyodide": "{CDN}"' in page and f"{CDN}pyodide.asm.wasm" in (site.folder / "planner-cache.js").read_text()
@@ -215,62 +199,45 @@ def test_the_page_shows_the_first_plan_before_python_has_started(executed: Path,
     assert not (site.folder / "pyodide.mjs").exists()
 
 
-def test_without_live_nothing_of_the_page_is_there(executed: Path, tmp_path: Path) -> None:
-    site = build_site(executed, tmp_path / "site")
+def test_without_live_nothing_of_the_page_is_there(small_course: Path, tmp_path: Path) -> None:
+    site = build_site(small_course, tmp_path / "site")
     assert not any((site.folder / name).exists() for name in NAMES)
     assert "planner" not in (site.folder / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_folder_of_pyodides_is_copied_and_leaves_with_the_page(
-    executed: Path, empty_pyodide: Path, tmp_path: Path
+    small_course: Path, empty_pyodide: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "site"
-    build_site(executed, out, live=pyodide(str(empty_pyodide)))
+    build_site(small_course, out, live=pyodide(str(empty_pyodide)))
     assert (out / "pyodide.asm.wasm").read_bytes() == b"\xffpyodide.asm.wasm"
     assert '"pyodide": "./"' in (out / "planner.html").read_text(encoding="utf-8")
-    build_site(executed, out)
+    build_site(small_course, out)
     assert not any((out / name).exists() for name in NAMES)
 
 
 def test_equal_sources_make_an_equal_page_and_others_a_cache_of_another_name(
-    executed: Path, empty_pyodide: Path, tmp_path: Path
+    small_course: Path, empty_pyodide: Path, tmp_path: Path
 ) -> None:
-    built = [build_site(executed, tmp_path / name, live=pyodide(str(empty_pyodide))) for name in "ab"]
+    built = [build_site(small_course, tmp_path / name, live=pyodide(str(empty_pyodide))) for name in "ab"]
     one, two = ({each.name: each.read_bytes() for each in site.folder.iterdir()} for site in built)
     assert one == two
     (empty_pyodide / "pyodide.mjs").write_text("another")
-    build_site(executed, tmp_path / "b", live=pyodide(str(empty_pyodide)))
+    build_site(small_course, tmp_path / "b", live=pyodide(str(empty_pyodide)))
     assert (tmp_path / "b" / "planner-cache.js").read_bytes() != one["planner-cache.js"]
 
 
 def test_what_is_no_pyodide_is_refused_in_a_sentence(
-    executed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_course: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CourseError, match="--pyodide .*: pyodide.mjs is not there; give the folder of the npm package"):
         pyodide(str(tmp_path))
-    given = ["site", str(tmp_path / "out"), "--source", str(executed), "--executed", "--pyodide", str(tmp_path)]
+    given = ["site", str(tmp_path / "out"), "--source", str(small_course), "--executed", "--pyodide", str(tmp_path)]
     assert main(given) == 2 and "--pyodide is for the pages that --live makes" in capsys.readouterr().err
     assert main([*given, "--live"]) == 2 and "pyodide.mjs is not there" in capsys.readouterr().err
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def site(executed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("live") / "site"
-    build_site(executed, folder, live=pyodide(PYODIDE))
-    return folder
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 def opened(context: Any, address: str) -> Any:
@@ -324,9 +291,9 @@ def parsed(choice: dict[str, str]) -> dict[str, Any]:
 @needs_pyodide
 @pytest.mark.timeout(600)
 def test_every_control_changes_the_picture_and_the_figures_are_the_librarys(
-    site: Path, browser: Any, tmp_path: Path
+    live_site: Path, browser: Any, tmp_path: Path
 ) -> None:
-    server, wrong = Host(site), []
+    server, wrong = Host(live_site), []
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page = opened(context, f"{server.address}/planner.html")
@@ -362,8 +329,8 @@ def test_every_control_changes_the_picture_and_the_figures_are_the_librarys(
 @needs_chromium
 @needs_pyodide
 @pytest.mark.timeout(600)
-def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(site: Path, browser: Any, tmp_path: Path) -> None:
-    server = Host(site)
+def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(live_site: Path, browser: Any, tmp_path: Path) -> None:
+    server = Host(live_site)
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page = opened(context, f"{server.address}/planner.html#gpus=7&seq=8192&x=1")
     assert page.locator("#state").inner_text() == "The address names gpus=7, x=1, which this page does not offer."
@@ -385,9 +352,9 @@ def test_a_phone_shows_all_of_it_and_odd_addresses_are_told(site: Path, browser:
 
 @needs_chromium
 def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_plan(
-    executed: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
+    small_course: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
 ) -> None:
-    build_site(executed, tmp_path / "site", live=pyodide(str(empty_pyodide)))
+    build_site(small_course, tmp_path / "site", live=pyodide(str(empty_pyodide)))
     server = Host(tmp_path / "site")
     page = patient(browser.new_page())
     for address in (f"{server.address}/planner.html", (tmp_path / "site" / "planner.html").as_uri()):

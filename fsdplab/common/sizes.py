@@ -10,7 +10,6 @@ import re
 from .words import MISSING
 
 BYTES = {
-    "": 1.0,
     "B": 1.0,
     "kB": 1e3,
     "MB": 1e6,
@@ -56,7 +55,7 @@ def parse_size(text: str) -> int:
     nbytes = 0.0
     match = _SIZE.fullmatch(text.replace("_", ""))
     if match is not None and len(match[1]) <= _MOST_DIGITS:
-        scales = {symbol.lower(): scale for symbol, scale in BYTES.items()}
+        scales = {"": 1.0, **{symbol.lower(): scale for symbol, scale in BYTES.items()}}
         nbytes = float(match[1]) * scales.get(match[2].lower(), 0.0)
     if nbytes < 1:
         raise ValueError(f"{text!r} is no size; expected one such as 300MB, 1.5GB or 2GiB")

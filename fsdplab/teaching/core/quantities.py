@@ -13,32 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.common.sizes import BYTES
+
+_BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}  # in bytes
+_OF_RATES = ("B", "kB", "MB", "GB", "MiB", "GiB")
 _SCALES = {
-    "bytes": {
-        "bit": 1 / 8,
-        "kbit": 1e3 / 8,
-        "Mbit": 1e6 / 8,
-        "Gbit": 1e9 / 8,
-        "B": 1.0,
-        "kB": 1e3,
-        "MB": 1e6,
-        "GB": 1e9,
-        "TB": 1e12,
-        "KiB": 2.0**10,
-        "MiB": 2.0**20,
-        "GiB": 2.0**30,
-        "TiB": 2.0**40,
-    },
+    "bytes": {**_BITS, **BYTES},
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
     "bytes a second": {
-        "B/s": 1.0,
-        "kB/s": 1e3,
-        "MB/s": 1e6,
-        "GB/s": 1e9,
-        "MiB/s": 2.0**20,
-        "GiB/s": 2.0**30,
-        "Mbit/s": 1e6 / 8,
-        "Gbit/s": 1e9 / 8,
+        **{f"{unit}/s": BYTES[unit] for unit in _OF_RATES},
+        "Mbit/s": _BITS["Mbit"],
+        "Gbit/s": _BITS["Gbit"],
     },
     "a plain number": {"": 1.0, "x": 1.0, "%": 0.01},
 }
