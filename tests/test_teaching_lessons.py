@@ -244,7 +244,7 @@ def test_the_line_names_what_is_under_way():
             assert str(waiting.state(5)) == "training: 5 s"
         assert str(waiting.state(5)) == "checking 05.shard: 5 s"
         waiting.follow(tour_spec(), 3, 5, 4.5)
-        assert str(waiting.state(5)) == "full_shard on 2 ranks: step 3 of 5, loss 4.50: 5 s"
+        assert str(waiting.state(5)) == "full_shard on 2 ranks: timed step 1 of 4, loss 4.50: 5 s"
         assert "<progress value='0.600'" in waiting.state(5)._repr_html_()
         waiting.follow(replace(tour_spec(), prefetch=0, world_size=1), 0, 5, math.nan)
         assert str(waiting.state(5)) == "full_shard, prefetch 0 on 1 rank: its ranks start: 5 s"

@@ -22,7 +22,7 @@ from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import steady_step
-from fsdplab.sessions.watcher import Watcher
+from fsdplab.sessions.watcher import Watcher, step_words
 from fsdplab.workloads.own.sources import name_of
 
 WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
@@ -101,7 +101,7 @@ class ProgressTable(Watcher):
 
     def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
         """Show the step that rank 0 of the current run has ended."""
-        sentence = f"{self._name(spec)}: {_which(spec, step, total)}, loss {loss:.4f}"
+        sentence = f"{self._name(spec)}: {step_words(spec, step, total)}, loss {loss:.4f}"
         others = ""
         measuring = sum(row.status == MEASURING for row in self._rows.values())
         if measuring:
@@ -132,17 +132,6 @@ class ProgressTable(Watcher):
 
     def _print(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False)
-
-
-def _which(spec: RunSpec, step: int, steps: int) -> str:
-    """`timed step 3 of 4`: the steps before them warm up, and those after them are profiled."""
-    # 2 warm-up and 4 timed steps: steps 1 to 2, 3 to 6, then the profiled ones
-    untimed, timed = spec.untimed, spec.untimed + spec.steps
-    if step <= untimed:
-        return f"warm-up step {step} of {untimed}"
-    if step <= timed:
-        return f"timed step {step - untimed} of {spec.steps}"
-    return f"profiled step {step - timed} of {steps - timed}"
 
 
 def _to_come(spec: RunSpec) -> RunView:

@@ -47,3 +47,17 @@ class Watcher:
 
     def look(self) -> None:
         """Be called about twenty times a second while ranks run; raise to end them."""
+
+
+def step_words(spec: RunSpec, step: int, total: int) -> str:
+    """Name a step by what it is for: the first ones warm up, then come the timed ones, then the profiled ones.
+
+    >>> [step_words(RunSpec(strategy="zero2", steps=1), step, 3 + 1) for step in (1, 3, 4)]
+    ['warm-up step 1 of 2', 'timed step 1 of 1', 'profiled step 1 of 1']
+    """
+    last_timed = spec.untimed + spec.steps
+    if step <= spec.untimed:
+        return f"warm-up step {step} of {spec.untimed}"
+    if step <= last_timed:
+        return f"timed step {step - spec.untimed} of {spec.steps}"
+    return f"profiled step {step - last_timed} of {total - last_timed}"

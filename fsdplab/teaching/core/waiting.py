@@ -40,9 +40,14 @@ def doing(what: str) -> Iterator[None]:
 
 
 def follow(spec: RunSpec, step: int, steps: int, loss: float) -> None:
-    """Name a recorded run and its step, for the line; step 0 is the start of its ranks."""
+    """Name a recorded run and its step of all its `steps`, for the line; step 0 is the start of its ranks.
+
+    The line says whether a step warms up, is timed or is profiled: a run that is asked for one step takes three.
+    """
+    from fsdplab.sessions.watcher import step_words  # which a run has loaded, and a lesson without runs need not
+
     run = f"{', '.join([spec.strategy, *_settings(spec)])} on {plural(spec.world_size, 'rank')}"
-    progress = f"step {step} of {steps}, loss {loss:.2f}" if step else "its ranks start"
+    progress = f"{step_words(spec, step, steps)}, loss {loss:.2f}" if step else "its ranks start"
     _followed[:] = [(f"{run}: {progress}", step / steps)]
 
 
