@@ -271,6 +271,57 @@ def test_a_call_that_holds_the_host_is_late(tmp_path):
     assert cause(analysed(tmp_path, [*backward, *held]), kind="reduce_scatter") == "nothing_to_hide_behind"
 
 
+def call(name, start, end, *dims):
+    return event(f"c10d::{name}_", start, end, **{"Input Dims": list(dims), "Input type": ["float"] * len(dims)})
+
+
+@pytest.mark.quick
+def test_a_sum_over_replicas_inside_the_range_of_a_reduction_has_its_own_exposed_time(tmp_path):
+    """FSDP2 reduces among the shards and then sums over the replicas in one range: the slow sum is exposed."""
+    hybrid = [
+        mark("FSDP::post_backward_reduce (b)", 300, 950),
+        call("_reduce_scatter_base", 305, 310, [128], [256]),
+        gloo("all_reduce", 310, 400, numel=256),
+        call("allreduce", 410, 415, [[128]]),
+        gloo("all_reduce", 420, 940, numel=128),
+    ]
+    step = analysed(tmp_path, [*BEFORE, *hybrid])
+    exposed = {row["kind"]: (row["exposed_ns"], row["on_link_ns"]) for row in step.exposed}
+    assert exposed == {"reduce_scatter": (110_000, 90_000), "all_reduce": (540_000, 520_000)}
+
+
+@pytest.mark.quick
+def test_transfers_of_two_groups_that_begin_in_another_order_than_issued(tmp_path):
+    """The sum over the replicas is issued first and begins last: each call has the transfer of its size."""
+    hybrid = [
+        mark("FSDP::all_reduce (a)", 210, 220),
+        call("allreduce", 212, 216, [[128]]),
+        mark("FSDP::post_backward_reduce (b)", 230, 240),
+        call("_reduce_scatter_base", 232, 236, [256], [512]),
+        gloo("all_reduce", 240, 300, numel=512),
+        gloo("all_reduce", 260, 900, numel=128),
+    ]
+    step = analysed(tmp_path, [*BEFORE, *hybrid])
+    ends = {(row["unit"], row["kind"]): row["end_ns"] // 1000 for row in step.collectives}
+    assert ends == {("a", "all_reduce"): 900, ("b", "reduce_scatter"): 300}
+
+
+@pytest.mark.quick
+def test_the_kind_of_a_transfer_tells_its_call_where_the_call_tells_no_sizes(tmp_path):
+    """The lab's reduce_scatter over gloo is an all_to_all, and its call was given views without elements."""
+    hybrid = [
+        mark("FSDP::all_reduce (a)", 210, 220),
+        call("allreduce", 212, 216, [[256]]),
+        mark("FSDP::post_backward_reduce (b)", 230, 240),
+        call("_reduce_scatter_base", 232, 236, [0], [0]),
+        gloo("all_to_all", 240, 300, numel=256),
+        gloo("all_reduce", 260, 900, numel=256),
+    ]
+    step = analysed(tmp_path, [*BEFORE, *hybrid])
+    ends = {row["unit"]: row["end_ns"] // 1000 for row in step.collectives}
+    assert ends == {"a": 900, "b": 300}
+
+
 @pytest.mark.quick
 def test_queueing_behind_another_kernel_is_a_busy_link(tmp_path):
     def reduce(name, issue, start, end, correlation):

@@ -282,6 +282,43 @@ def test_a_collective_queued_long_ago_is_not_behind_one_that_ended_long_ago(tmp_
     assert causes == ["nothing_to_hide_behind", "nothing_to_hide_behind", "link_busy"]
 
 
+def test_collectives_of_two_communicators_do_not_queue_behind_each_other(tmp_path):
+    """A gather among the shards, issued at 20, begins at 600 because its own stream waited for its input; a sum over
+    the replicas ran from 200 to 600 on another communicator.
+    """
+
+    def rank(number, ranks):
+        return (
+            GpuRank(world_size=4)
+            .step(1, 0, 100)
+            .kernel(10, 100, 200)
+            .nccl("all_reduce", 15, 200, 600, stream=21, number="1", ranks=[0, 2], group="mesh_replicate")
+            .nccl("all_gather", 20, 600, 700, stream=20, number=number, ranks=ranks, group="mesh_shard")
+            .kernel(40, 700, 800)
+        )
+
+    (step,) = analysed(tmp_path, rank("2", [0, 1])).steps
+    assert [row["cause"] for row in step.collectives] == ["nothing_to_hide_behind", "nothing_to_hide_behind"]
+    (step,) = analysed(tmp_path, rank("1", [0, 2])).steps
+    assert step.collectives[1]["cause"] == "link_busy", "on one communicator the gather was behind the sum"
+
+
+def test_a_collective_is_not_behind_one_that_still_runs(tmp_path):
+    """The trace does not tell the groups: the gather waited for the first sum, and runs beside the second."""
+    untold = {"group": "", "number": "", "size": 2}
+    rank = (
+        GpuRank(world_size=4)
+        .step(1, 0, 100)
+        .kernel(10, 100, 200)
+        .nccl("all_reduce", 15, 200, 900, stream=21, **untold)
+        .nccl("all_gather", 20, 600, 700, stream=20, **untold)
+        .nccl("all_gather", 30, 700, 800, stream=20, **untold)
+        .kernel(40, 900, 1000)
+    )
+    (step,) = analysed(tmp_path, rank).steps
+    assert [row["cause"] for row in step.collectives][1:] == ["nothing_to_hide_behind", "link_busy"]
+
+
 # ---- idle time by cause
 
 

@@ -19,14 +19,15 @@ A step of 100 ns that computes from 0 to 60, with an all-gather on the link from
 Read `account` first: it makes the cells, gives each its owner, then its part, and sums them up. A cell with
 communication has one owner: the host's own copies and waits name theirs, else it is the collective that ends first,
 since the host goes on at its end. An exposed cell is packing or unpacking where the host copies for its owner (unless
-the host idles for longer than dispatching takes), else on the link where a transport moves bytes, else waiting for a
-peer; without a core where the host waited for one meanwhile and no bytes moved.
+the host idles for longer than dispatching takes), else on the link where a transport of its communicator moves
+bytes, else waiting for a peer; without a core where the host waited for one meanwhile and no bytes moved.
 
 Causes of a collective's exposed time, in the order in which they are tried:
 - `hidden`: nothing of it was exposed;
 - `unknown`: the trace does not show who issued it;
 - `waiting_for_peer`, `nothing_to_hide_behind` of what the host carries itself: by whether the host mostly idled;
-- `link_busy`: it spent at least half of what was exposed behind other collectives, between its issue and its start;
+- `link_busy`: it spent at least half of what was exposed behind other collectives of its communicator, between its
+  issue and its start (two process groups do not queue behind each other);
 - `waiting_for_peer`: as long between issue and start with a free link (an emulated link starts with the last issue);
   over several ranks' traces `with_peers` (peers) finds the rest;
 - `late_start`: its consumer issued it when needed (no prefetch), or the issuing call blocked the host, though there was
@@ -37,12 +38,15 @@ Causes of a collective's exposed time, in the order in which they are tried:
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, first_label, pairs, union, within
+from fsdplab.profiling.intervals import Cells, Intervals, before, close_gaps, first_label, pairs, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.collective import Collective
 from fsdplab.profiling.traces.event_kinds import Kind
@@ -204,6 +208,9 @@ class _Columns:
         self.by_host = np.array([collective.by_host for collective in collectives], dtype=bool)
         self.gathers = np.array([collective.kind == "all_gather" for collective in collectives], dtype=bool)
         self.asleep = pairs([_asleep(collective) for collective in collectives])
+        # collectives whose group the trace does not tell are taken for those of one communicator
+        members = [collective.members for collective in collectives]
+        self.communicator: np.ndarray = np.unique(members, return_inverse=True)[1]
 
         # Until when computing could have hidden a collective: to the end of its phase, the last one of that name.
         phase_ends = dict(zip(segments.phases_at(changes[:-1]), changes[1:]))
@@ -234,17 +241,11 @@ class _Columns:
         self.painting_order = np.lexsort((self.piece_copies > 0, earlier_ends, np.array(has_role, dtype=np.int64)))
 
     def _list_transports(self, collectives: Sequence[Collective]) -> None:
-        """List when bytes moved, and when something else than the host moved them."""
-        spans: list[tuple[int, int]] = []
-        spans_on_link: list[tuple[int, int]] = []
-        for collective in collectives:
-            transport = collective.transport
-            if transport:
-                spans.append((transport.start, transport.end))
-                if not collective.by_host:
-                    spans_on_link.append((transport.start, transport.end))
-        self.transports = pairs(spans)
-        self.transports_on_link = pairs(spans_on_link)
+        """List which collectives have a transport, and when something else than the host moved bytes."""
+        has_transport = [collective.transport is not None for collective in collectives]
+        self.has_transport = np.array(has_transport, dtype=bool)
+        self.on_link = self.has_transport & ~self.by_host
+        self.transports_on_link = np.stack([self.start[self.on_link], self.end[self.on_link]], axis=1)
 
 
 def _copying(role: str, collective: Collective) -> int:
@@ -286,10 +287,13 @@ def _exposed_parts(
         pauses, _ = cells.runs(np.where(idle_in_copy, owner, -1))
         long_pauses = pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS]
         copies[cells.inside(long_pauses)] = 0
-    # on the link while it moves bytes, and until the host has noticed that they came
+    # on the link while its communicator moves bytes, and until the host has noticed that they came
     bytes_came, woke = columns.asleep[owner].T
-    still_asleep = (bytes_came <= cells.start) & (cells.start < woke)
-    is_on_link = cells.inside(columns.transports_on_link) | still_asleep
+    is_on_link = (bytes_came <= cells.start) & (cells.start < woke)
+    of_transport = columns.communicator[columns.on_link]
+    for communicator in np.unique(of_transport):
+        is_of_it = columns.communicator[owner] == communicator
+        is_on_link |= is_of_it & cells.inside(columns.transports_on_link[of_transport == communicator])
     return np.where(copies > 0, copies, np.where(is_on_link, _ON_LINK, _WAITING))
 
 
@@ -303,7 +307,7 @@ def _causes(
     start: int,  # when the step began: nothing before it could hide a collective of it
 ) -> list[str]:
     """The cause of each collective's exposed time, as the file's beginning says."""
-    queued = _queued(cells, columns, on_gpu)
+    queued = _queued(columns, on_gpu)
     computed_before = cells.between(computes, start, np.maximum(columns.issue, start))
     computed_after = cells.between(computes, columns.end, np.maximum(columns.until, columns.end))
 
@@ -334,18 +338,45 @@ def _causes(
     return causes.tolist()
 
 
-def _queued(cells: Cells, columns: _Columns, on_gpu: bool) -> np.ndarray:
-    """Nanoseconds that each collective spent behind others on the link, between its issue and its start.
+def _queued(columns: _Columns, on_gpu: bool) -> np.ndarray:
+    """Nanoseconds that each collective spent behind others of its communicator, between its issue and its start.
 
     A host that runs ahead issues long before the input is computed, so on a GPU only others that ran until this one
     began count. A kernel that was issued at 0 and starts at 50, behind one that ran from 20 to 45: 25 ns, where both
     are of CPU ranks; on a GPU as much, since the pause between them is short.
     """
-    queued_from = columns.issue
-    busy = close_gaps(columns.transports, _BACK_TO_BACK_NS) if on_gpu else pairs([])
-    if len(busy):
-        last_begun = np.searchsorted(busy[:, 0], columns.start) - 1
-        is_behind = (last_begun >= 0) & (busy[last_begun, 1] >= columns.start)
-        queued_from = np.where(is_behind, np.maximum(columns.issue, busy[last_begun, 0]), columns.start)
-    on_link = cells.inside(columns.transports)
-    return np.maximum(0, cells.between(on_link, queued_from, columns.start))
+    queued = np.zeros(len(columns.issue), dtype=np.int64)
+    for lane in _lanes(columns):
+        starts = columns.start[lane]
+        transports = np.stack([starts, columns.end[lane]], axis=1)
+        queued_from = columns.issue[lane]
+        if on_gpu:
+            busy = close_gaps(transports, _BACK_TO_BACK_NS)
+            last_begun = np.searchsorted(busy[:, 0], starts) - 1
+            is_behind = (last_begun >= 0) & (busy[last_begun, 1] >= starts)
+            queued_from = np.where(is_behind, np.maximum(queued_from, busy[last_begun, 0]), starts)
+        queued[lane] = np.maximum(0, before(transports, starts) - before(transports, queued_from))
+    return queued
+
+
+def _lanes(columns: _Columns) -> list[list[int]]:
+    """Sort the collectives that have a transport into lanes, in each of which one begins when the one before has ended.
+
+    A communicator of NCCL is one lane, and so is an emulated link with one queue; gloo's two threads and a link's two
+    queues are two. Groups that the trace does not tell have as many as it shows at once.
+    """
+    by_communicator: dict[int, list[tuple[int, int]]] = defaultdict(list)  # the end of each lane so far, and the lane
+    lanes: list[list[int]] = []
+    by_start = np.lexsort((columns.end, columns.start))
+    for index in by_start[columns.has_transport[by_start]].tolist():
+        ends = by_communicator[int(columns.communicator[index])]
+        # of the lanes that are free, the one that ended last: that is what it was behind
+        free = bisect_right(ends, int(columns.start[index]), key=itemgetter(0))
+        if free:
+            _, lane = ends.pop(free - 1)
+        else:
+            lane = len(lanes)
+            lanes.append([])
+        lanes[lane].append(index)
+        insort(ends, (int(columns.end[index]), lane))
+    return lanes

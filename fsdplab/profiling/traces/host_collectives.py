@@ -7,6 +7,7 @@ order, since gloo works in the order of issue.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from fsdplab.profiling.traces.groups import Group, Groups
 from fsdplab.profiling.traces.segments import nests
 
 _ISSUE = attrgetter("issue")
+_SAME_SIZE, _UNTOLD, _OTHER_SIZE = range(3)
+_MOST_WAITING = 64  # calls among which that of a transfer is looked for
 
 
 class Drafts:
@@ -114,21 +117,49 @@ class Drafts:
                 self._complete(owner, transfer, role=role)
 
     def take_gloo(self) -> None:
-        """Take gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
-        issues: dict[str, deque[Range]] = defaultdict(deque)
+        """Take gloo's ranges in order of time, each with the issue of its family that it carries out."""
+        issues: dict[str, list[Range]] = defaultdict(list)
         for issue in _outermost(self._events.issues):
             issues[_family(issue.label)].append(issue)
         for transfer in self._events.transfers:
             if transfer.carrier != Kind.GLOO:
                 continue
-            queue = issues[_family(transfer.kind)]
-            if queue and queue[0].start <= transfer.start:  # gloo works in the order of issue
-                call = queue.popleft()
+            waiting = issues[_family(transfer.kind)]
+            call = self._issue_of_gloo(transfer, waiting)
+            if call is not None:
+                waiting.remove(call)
                 self._complete(self._owner(call), transfer, call)
             else:  # the trace does not show the call
                 draft = self._oldest_for(transfer)
                 draft.issued = draft.mark is not None
                 self._complete(draft, transfer)
+
+    def _issue_of_gloo(self, transfer: Transfer, waiting: Sequence[Range]) -> Range | None:
+        """The issue that a transfer carries out: the oldest, as gloo works in the order of issue inside of a process
+        group; several groups overtake each other, so kind and size come first, as far as they are told.
+        """
+        best: tuple[bool, int] | None = None
+        call = None
+        for issue in waiting[:_MOST_WAITING]:
+            if issue.start > transfer.start:
+                break
+            fits = _carries_other_kind(issue.label, transfer.kind), self._size_differs(issue, transfer)
+            if best is None or fits < best:
+                best, call = fits, issue
+            if best == (False, _SAME_SIZE):
+                break
+        return call
+
+    def _size_differs(self, call: Range, transfer: Transfer) -> int:
+        """Whether a tensor of the call has the size of the transfer: `_SAME_SIZE`, `_UNTOLD` or `_OTHER_SIZE`."""
+        given = _numels(self._events.details[call.row].get("Input Dims")) if call.row >= 0 else []
+        moved = _numels(transfer.details.get("Input Dims"))
+        if not any(given) or not any(moved):
+            return _UNTOLD
+        # several tensors may be moved as one
+        if sum(moved) in (*given, sum(given)) or set(moved) <= set(given):
+            return _SAME_SIZE
+        return _OTHER_SIZE
 
     def _oldest_for(self, transfer: Transfer) -> Collective:
         """The draft of a transfer whose issue the trace does not show."""
@@ -190,12 +221,26 @@ class Drafts:
         if draft is None:
             return self._open(call.label, unit, call.start, call)
         # a second transport, or one that fits the draft in no other way, is a collective of its own
-        if draft.transport or _family(draft.kind) != family or draft.issue > call.start:
+        if draft.transport:
+            return self._open_inside(draft, call)
+        if _family(draft.kind) != family or draft.issue > call.start:
             return self._open(call.label, draft.unit, call.start, call)
         if call.label != draft.kind:  # another kind of the family, such as the all_reduce of a reduce_scatter
             self._awaiting.remove(draft)
             draft.kind = call.label or draft.kind
             self._awaiting.add(draft)
+        return draft
+
+    def _open_inside(self, outer: Collective, call: Range) -> Collective:
+        """Begin a draft for a call in the range of another collective, which has its transport: the rest of the range
+        is the call's. FSDP2 reduces among the shards and sums over the replicas in one range.
+        """
+        draft = self._open(call.label, outer.unit, call.start, call)
+        for place, piece in enumerate(outer.pieces):
+            if piece.role and piece.start <= call.start < piece.end:
+                outer.pieces[place] = piece._replace(end=call.start)
+                draft.add(piece._replace(start=call.start))
+                draft.mark = call._replace(end=max(call.end, piece.end))
         return draft
 
     def _of_ranges(self, around: Sequence[Range]) -> Collective | None:
@@ -266,6 +311,25 @@ class _Awaiting:
 def _family(kind: str) -> str:
     """The family of a kind, in which kinds may stand for each other: gloo carries a reduce_scatter by an all_reduce."""
     return collective_row(kind).family or kind
+
+
+def _carries_other_kind(issued: str, moved: str) -> bool:
+    """Whether a transfer of a kind is none of an issued kind: gloo carries a reduce_scatter alone by other kinds."""
+    return issued != moved and issued != "reduce_scatter"
+
+
+def _numels(dims: Any) -> list[int]:
+    """The elements of each tensor in an event's dimensions, in which lists of tensors are nested: `[[2, 3], [[4]]]` has
+    tensors of 6 and of 4; those without dimensions, which are scalars and other arguments, are left out.
+    """
+    if not isinstance(dims, list) or not dims:
+        return []
+    if all(type(length) is int for length in dims):
+        return [math.prod(dims)]
+    numels: list[int] = []
+    for inner in dims:
+        numels += _numels(inner)
+    return numels
 
 
 def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
