@@ -119,6 +119,17 @@ def hole(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def overlap(folder: Path) -> None:
+    """Two parts of a tensor of the same size, both at its beginning: as many elements as before, with a hole."""
+    (folder / MANIFEST).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        chunks = getattr(entry, "chunks", [])
+        if len(chunks) == 2 and chunks[0].sizes == chunks[1].sizes:
+            chunks[1].offsets = chunks[0].offsets
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def string_in_manifest(folder: Path) -> None:
     content = json.loads((folder / MANIFEST).read_text())
     content["files"]["__0_0.distcp"]["bytes"] = "many"
@@ -147,6 +158,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     harmful_metadata: r"names (posix|nt)\.mkdir",
     elsewhere: "names '../secret.distcp', which lies elsewhere",
     hole: r"\.metadata has parts of the wrong type",
+    overlap: r"\.metadata has parts of the wrong type",
     string_in_manifest: "fsdplab-manifest.json is no 'fsdplab checkpoint manifest 1'",
     deep_manifest: "fsdplab-manifest.json cannot be read",
     empty_manifest: r"fsdplab-manifest.json does not name the file \.metadata",

@@ -382,13 +382,40 @@ def _is_described(entry: Any) -> bool:
     parts = _parts(entry, size=torch.Size, properties=TensorProperties, chunks=list)
     if parts is None or _parts(parts["properties"], dtype=torch.dtype) is None:
         return False
-    # Chunks of (3, 4) and (2, 4) fill a tensor of (5, 4): 12 + 8 = 20 elements.
-    elements = 0
     for chunk in parts["chunks"]:
         if not isinstance(chunk, ChunkStorageMetadata) or not _lies_in(parts["size"], chunk):
             return False
-        elements += chunk.sizes.numel()
-    return elements == parts["size"].numel()  # DCP would leave a hole as it is
+    return _fill(parts["chunks"], parts["size"])
+
+
+def _fill(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Return whether chunks that lie in a tensor hold each of its elements once.
+
+    DCP would leave a hole as it is, and let the last of two chunks that overlap win. Chunks of (3, 4) at (0, 0) and
+    (2, 4) at (3, 0) fill a tensor of (5, 4): their 12 + 8 elements are as many, and they do not overlap.
+    """
+    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+        return False
+    with_elements = [chunk for chunk in chunks if chunk.sizes.numel()]
+    # Along the dimension that is cut into most parts only few chunks lie side by side.
+    parts_along = [len({chunk.offsets[dim] for chunk in with_elements}) for dim in range(len(size))]
+    if not parts_along:  # a scalar: one chunk with one element
+        return True
+    along = parts_along.index(max(parts_along))
+    side_by_side: list[ChunkStorageMetadata] = []
+    for chunk in sorted(with_elements, key=lambda chunk: chunk.offsets[along]):
+        begin = chunk.offsets[along]
+        side_by_side = [before for before in side_by_side if before.offsets[along] + before.sizes[along] > begin]
+        if any(_overlap(before, chunk) for before in side_by_side):
+            return False
+        side_by_side.append(chunk)
+    return True
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    """Return whether two chunks with elements have one in common: whether their rows, columns and so on meet."""
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes)
+    return all(at < other_at + other_length and other_at < at + length for at, length, other_at, other_length in spans)
 
 
 def _lies_in(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:

@@ -23,7 +23,7 @@ from fsdplab.engine.core.param import ShardedParam, Sites
 from fsdplab.engine.core.parted import PartedParam, in_its_form
 from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
 from fsdplab.engine.core.plan import UnitConfig
-from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
+from fsdplab.engine.core.policy import MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named, strategy_of
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.core.unit import ReduceOptions, Unit
 from fsdplab.engine.features.initial_weights import WholeWeights, warn_of_differing_weights
@@ -74,13 +74,8 @@ def fully_shard(
             f" got {axes.mesh}"
         )
     after = partial(_after_forward, reshard_after_forward)
-    # The row of the strategy table that these arguments ask for.
-    name = "full_shard"
-    if not axes.shards:
-        name = "no_shard"
-    elif after(axes) is False:
-        name = "shard_grad_op"
-    config_of = partial(_config, STRATEGIES[name], policy=mp_policy, offload=offload_policy, wanted=transport)
+    row = strategy_of(axes.shards, reshards=after(axes) is not False)
+    config_of = partial(_config, row, policy=mp_policy, offload=offload_policy, wanted=transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     units = _make_units(modules, config_of(axes), after, ignored_params or (), shard_placement_fn, config_of)
     for unit in units:

@@ -13,7 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdplab.common.names import STRATEGY_ROWS
 
-__all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "Strategy", "strategy_named"]
+__all__ = [
+    "STRATEGIES",
+    "CPUOffloadPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Strategy",
+    "strategy_named",
+    "strategy_of",
+]
 
 
 @dataclass(frozen=True)
@@ -62,3 +70,19 @@ def strategy_named(name: str | Strategy) -> Strategy:
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), STRATEGIES, n=2, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"unknown strategy {name!r}; {hint}expected one of {', '.join(STRATEGIES)}")
+
+
+def strategy_of(shards: bool, reshards: bool) -> Strategy:
+    """Return the row that shards all states, or none; with `reshards` units are resharded after their forward.
+
+    >>> strategy_of(shards=True, reshards=True).name, strategy_of(shards=False, reshards=True).name
+    ('full_shard', 'no_shard')
+    """
+    # On a mesh of replicas x shards too: what is replicated is said by the mesh.
+    over_all_ranks = [row for row in STRATEGIES.values() if not row.in_groups]
+    reshard_after_forward = None if shards and reshards else False  # what is whole at rest stays as it is
+    for row in over_all_ranks:
+        states = {row.shard_parameters, row.shard_gradients, row.shard_optimizer}
+        if states == {shards} and row.reshard_after_forward is reshard_after_forward:
+            return row
+    raise LookupError(f"no strategy has {shards=} and {reshards=}; expected a row in {', '.join(STRATEGIES)}")
