@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,17 @@ def patient(page: Any) -> Any:
     """The page, which waits longer than playwright's 30 seconds before it gives up."""
     page.set_default_timeout(PATIENCE_MS)
     return page
+
+
+def pixel(png: bytes) -> tuple[int, ...]:
+    """Red, green and blue of the first pixel of a PNG without a palette."""
+    data, at = b"", 8
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4], "big")
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        at += 12 + length
+    return tuple(zlib.decompress(data)[1:4])
 
 
 def address_of(server: subprocess.Popen[str], within_s: float) -> str:

@@ -5,6 +5,8 @@ One small source stands for the course: text, a figure, a widget, an exercise wi
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -28,7 +30,8 @@ from fsdplab.teaching.site import build, stills
 from fsdplab.teaching.site.build import MANIFEST, build_decks, build_site
 from fsdplab.teaching.site.pages import WIDGET, WITHOUT_A_KERNEL, deck_of, lesson_of, page_of
 from fsdplab.teaching.site.stills import add_stills
-from tests.browser import CHROMIUM, needs_chromium, patient
+from tests.browser import CHROMIUM, needs_chromium, patient, pixel
+from tests.live_site import Host
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "# 01 Small things\n\n*25 minutes. Before this: nothing.*\n\n> **Why is a page enough?**\n"
@@ -149,7 +152,7 @@ def test_the_first_page_lists_the_lessons_and_where_they_ran(made):
 def test_a_figure_is_a_picture_of_the_page_and_of_the_kept_notebook(made):
     pages, executed = made
     page = (pages / "01_small.html").read_text(encoding="utf-8")
-    assert page.count('alt="a line that rises"') == 1 and "<script" not in page
+    assert page.count('alt="a line that rises"') == 1
     kept = nbformat.read(executed / "01_small.ipynb", as_version=4)
     (bundle,) = [
         output.data for cell in kept.cells for output in cell.get("outputs", ()) if PLOTLY in output.get("data", ())
@@ -193,6 +196,50 @@ def test_a_browser_shows_pages_and_slides_without_a_network_in_light_and_dark(ma
         browser.close()
     assert not wrong
     assert all(address.startswith(("file:", "data:")) for address in asked)
+
+
+def test_a_page_allows_its_switch_and_no_other_script_and_slides_allow_none(made, tmp_path):
+    build_decks(made[1], tmp_path)
+    for page in made[0].glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}';" in text and text.count("<script") == 1 and "fsdplab-paper" in script
+    for deck in tmp_path.glob("*.html"):
+        assert "script-src 'none';" in deck.read_text(encoding="utf-8") and "<script" not in deck.read_text("utf-8")
+
+
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(17, 17, 17)"
+GROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@needs_chromium
+@pytest.mark.parametrize(("scheme", "first", "then"), [("light", LIGHT, DARK), ("dark", DARK, LIGHT)])
+def test_the_switch_holds_for_all_pages_and_print_stays_light(made, browser, scheme, first, then):
+    host, wrong = Host(made[0]), []
+    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    context.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page, other_tab = patient(context.new_page()), patient(context.new_page())
+    other_tab.goto(f"{host.address}/02_next.html")
+    page.goto(f"{host.address}/01_small.html")
+    assert page.evaluate(GROUND) == first and page.evaluate("document.documentElement.scrollWidth") == 390
+    page.get_by_role("button", name="dark page" if scheme == "light" else "light page").click()
+    ground = tuple(map(int, re.findall(r"\d+", then)))
+    assert page.evaluate(GROUND) == then and pixel(page.get_by_alt_text("a line that rises").screenshot()) == ground
+    other_tab.wait_for_function(f"{GROUND} === '{then}'")
+    for name in ("02_next.html", "glossary.html", "index.html"):
+        page.goto(f"{host.address}/{name}")
+        assert page.evaluate(GROUND) == then, name
+    other_tab.get_by_role("button").click()
+    page.go_back()
+    page.wait_for_function(f"{GROUND} === '{first}'")
+    for dark in (True, False):
+        page.evaluate("dark => document.documentElement.className = dark ? 'dark' : 'light'", dark)
+        page.emulate_media(media="print")
+        assert page.evaluate(GROUND) == LIGHT
+        page.emulate_media(media="screen")
+    assert not wrong
+    host.stop()
 
 
 # ---- outputs

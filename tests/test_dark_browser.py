@@ -1,17 +1,17 @@
 """A notebook in JupyterLab's dark and light themes, changed while it is open: the contrast of all words of its figures
-is measured (WCAG AA, 4.5 to 1), and pictures of lessons have the paper of the theme.
+is measured (WCAG AA, 4.5 to 1), and pictures of lessons have the paper of the theme. Opened again, a saved notebook
+shows its figures as pictures until the pointer is over them: these bring their own white card.
 """
 
 from __future__ import annotations
 
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser import Cells, needs_chromium
+from tests.browser import Cells, needs_chromium, pixel
 
 CELLS = [
     'from fsdplab import figures, teaching\nfrom fsdplab.teaching import collectives, show\nteaching.picture("05")',
@@ -42,7 +42,7 @@ PALE = """() => {
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const page = getComputedStyle(document.querySelector(".jp-Notebook")).backgroundColor;
-  const words = document.querySelectorAll(".js-plotly-plot text:not(.heatmaplayer *)");
+  const words = document.querySelectorAll(".js-plotly-plot text:not(.heatmaplayer *, .shape-label *)");
   const texts = [...words].filter(text => text.textContent.trim());
   window.measured = texts.length;
   return texts.map(text => {
@@ -67,17 +67,6 @@ def choose_theme(page: Any, name: str) -> None:
     page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{dark}'")
 
 
-def pixel(png: bytes) -> tuple[int, ...]:
-    """Red, green and blue of the first pixel of a PNG without a palette."""
-    data, at = b"", 8
-    while at < len(png):
-        length = int.from_bytes(png[at : at + 4], "big")
-        if png[at + 4 : at + 8] == b"IDAT":
-            data += png[at + 8 : at + 8 + length]
-        at += 12 + length
-    return tuple(zlib.decompress(data)[1:4])
-
-
 @needs_chromium
 @pytest.mark.timeout(600)
 @pytest.mark.full("a browser; test_page_ink.py has what the figures hold")
@@ -94,3 +83,23 @@ def test_words_of_figures_can_be_read_in_the_dark_also_when_the_theme_changes(la
             picture.screenshot(path=str(tmp_path / f"{theme} picture.png"))
             for number, figure in enumerate(page.locator(".js-plotly-plot").all()):
                 figure.screenshot(path=str(tmp_path / f"{theme} {number}.png"))
+
+
+@needs_chromium
+@pytest.mark.timeout(600)
+@pytest.mark.full("a browser; test_page_ink.py has what the figures hold")
+def test_figures_of_a_saved_notebook_are_pictures_on_a_white_card_in_the_dark(lab_cells: Cells, tmp_path: Path) -> None:
+    source = "from fsdplab import figures, teaching\n" + CELLS[1]
+    with lab_cells.run([source]) as page:
+        page.locator(".js-plotly-plot > .plot-container").wait_for(timeout=180_000)
+        choose_theme(page, "JupyterLab Dark")
+        saved = lab_cells.folder / "cells.ipynb"
+        while "image/png" not in saved.read_text():  # JupyterLab makes it when it has drawn the figure
+            page.keyboard.press("Control+s")
+            page.wait_for_timeout(500)
+        page.reload()
+        picture = page.locator("img.plot-img")
+        picture.wait_for()
+        assert page.evaluate("document.body.dataset.jpThemeLight") == "false"
+        picture.screenshot(path=str(tmp_path / "saved.png"))
+        assert pixel(picture.screenshot()) == (255, 255, 255)

@@ -9,7 +9,7 @@ from plotly import graph_objects
 
 from fsdplab.figures import step_time
 from fsdplab.figures.notebook_figure import Figure, bundle
-from fsdplab.figures.page_ink import INK, following, in_ink
+from fsdplab.figures.page_ink import GROUND, INK, following, in_ink
 from fsdplab.figures.plotly_go import PLOTLY, go
 from fsdplab.teaching import collectives, recorded, show
 
@@ -45,6 +45,14 @@ def test_text_in_a_bar_stays_and_numbers_beside_it_follow():
     assert inside["text"] == ["1", ""] and outside["text"] == [in_ink("1"), ""]
     assert inside["name"] == in_ink("x"), "the legend"
     assert following({"frames": [{"data": [{"name": "x"}]}]})["frames"][0]["data"][0]["name"] == in_ink("x")
+
+
+def test_a_card_of_the_grounds_colour_lies_below_everything():
+    line = {"type": "line", "x0": 1, "layer": "below"}
+    card, *others = following(figure(shapes=[line]))["layout"]["shapes"]
+    assert others == [line] and card["layer"] == "below" and (card["xref"], card["yref"]) == ("paper", "paper")
+    assert f"fill:{GROUND};stroke:{GROUND};" in card["label"]["text"], "white where no page says what its ground is"
+    assert len(following(figure())["layout"]["shapes"]) == 1
 
 
 def test_the_given_description_is_not_changed():

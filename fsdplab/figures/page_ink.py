@@ -5,7 +5,9 @@ hold `<span style="...">`, though, whose style reaches the SVG unchanged. So eac
 whose colour is a variable of the page: JupyterLab, VS Code and Colab set one for each theme. A saved notebook keeps the
 span; no script or style sheet is needed. Text on a bar has a colour that is chosen for the bar, and stays.
 
-Outside of such a page, as in the PNG that JupyterLab saves beside a figure, the text is dark with a light edge.
+Outside of such a page, as in the PNG that JupyterLab saves beside a figure and shows when the notebook is opened again,
+text is dark and stands on a white card, which can be read on a page of any theme. On the page the card has the colour
+of the ground, so that it is not seen.
 """
 
 from __future__ import annotations
@@ -24,6 +26,22 @@ GROUND = "var(--jp-layout-color0, var(--vscode-editor-background, var(--colab-pr
 _EDGE = f"stroke:{GROUND};stroke-width:3px;stroke-linejoin:round;paint-order:stroke"
 _COLOURED = 60  # percent of its own colour that a coloured text keeps; the page's ink makes it darker or lighter
 _SPAN, _END = "<span style='fill:{};" + _EDGE + "'>", "</span>"
+# plotly has no ground whose colour is a variable, but a shape below everything may have words: a dot whose edge is so
+# wide that it fills the figure. Chromium draws none at all where it is much wider.
+_CARD_PX = 4000
+_DOT = f"<span style='fill:{GROUND};stroke:{GROUND};stroke-width:{_CARD_PX}px;stroke-linejoin:round'>.</span>"
+_CARD = {
+    "type": "rect",
+    "layer": "below",
+    "xref": "paper",
+    "yref": "paper",
+    "x0": 0,
+    "x1": 1,
+    "y0": 0,
+    "y1": 1,
+    "line": {"width": 0},
+    "label": {"text": _DOT},
+}
 _AXIS = re.compile(r"[xy]axis\d*")
 _OUTSIDE = ("outside", "auto")
 
@@ -34,6 +52,7 @@ def following(figure: Mapping[str, Any]) -> Part:
     layout = made.setdefault("layout", {})
     for name in ("xaxis", "yaxis"):  # plotly draws both, also where the description leaves them out
         layout.setdefault(name, {})
+    layout["shapes"] = [_copied(_CARD), *layout.get("shapes", ())]
     for holder in _titles(layout):
         _ink(holder, "text")
     for axis in _axes(layout):

@@ -39,7 +39,7 @@ FIRST_PAGE, LAB_SOURCES = "index.html", "lab-sources.zip"
 _PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 _OF_THE_PLANNER = ("planner.js", "planner.css")
 _OF_THE_LAB = ("lab-worker.js", "lab.css")
-_OF_BOTH = ("site.css", "site.js")
+_OF_BOTH = ("site.css",)
 # beside the first page, which a site without these has, too
 NAMES = (PAGE, *_OF_THE_PLANNER, *_OF_THE_LAB, *_OF_BOTH, SOURCES, LAB_SOURCES, CACHE, *_PYODIDE)
 _LOADED_BYTES = 13_400_000  # of the pinned version's wasm and standard library, as the page counts them

@@ -1,4 +1,6 @@
-"""Executed notebooks as pages and as slides, by nbconvert: templates in `templates/`, cleaned HTML, no scripts.
+"""Executed notebooks as pages and as slides, by nbconvert: templates in `templates/`, cleaned HTML, no scripts but one.
+
+A page's one script is the switch between light and dark, which the page's policy knows by its hash. Slides have none.
 
 Readers see the learner's side: the stub of an exercise, and below it the solution, folded, with what its check said. A
 notebook may be somebody else's: what it brings as HTML or Markdown loses everything that could run.
@@ -6,6 +8,8 @@ notebook may be somebody else's: what it brings as HTML or Markdown loses everyt
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
 from collections.abc import Iterator, Sequence
@@ -75,7 +79,10 @@ def _said(pattern: str, text: str) -> str:
 
 def page_of(notebook: NotebookNode, title: str, **resources: Any) -> str:
     """Return a notebook's page; `resources` has `before` and `after` (lessons), and `live` for the planner's link."""
-    return _converted("lesson", _for_readers(notebook), title, resources)
+    script = (TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    known = {**resources, "switch_script": script, "switch_hash": f"sha256-{digest}"}
+    return _converted("lesson", _for_readers(notebook), title, known)
 
 
 def deck_of(notebook: NotebookNode, title: str) -> str:
@@ -181,7 +188,7 @@ def _addressed(heading: re.Match[str]) -> str:
 
 
 def styles() -> str:
-    """Return the style sheet of all pages: JupyterLab's from nbconvert, light and dark by the reader's system."""
+    """Return the style sheet of all pages: JupyterLab's from nbconvert, light and dark, and the pages' own."""
     exporter = _exporter("lesson")
     folders = [Path(folder) / "static" for folder in exporter.template_paths]
     found = next(folder for folder in folders if (folder / "index.css").is_file())
@@ -189,4 +196,12 @@ def styles() -> str:
         read_file(found / name, _LARGEST_STYLE).decode() for name in ("index.css", "theme-light.css", "theme-dark.css")
     )
     own = (TEMPLATES / "pages.css").read_text(encoding="utf-8")
-    return f"{lab}\n{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{own}"
+    return f"{lab}\n{light}\n{_on_screens(dark)}\n{own}"
+
+
+def _on_screens(dark: str) -> str:
+    """The dark theme where the reader has chosen it, or has chosen nothing and the system is dark; never in print."""
+    rules = dark[dark.index("\n:root {") :]
+    of_the_system = rules.replace(":root {", ":root:not(.light) {")
+    chosen = rules.replace(":root {", ":root.dark {")
+    return f"@media screen and (prefers-color-scheme: dark) {{\n{of_the_system}\n}}\n@media screen {{\n{chosen}\n}}"

@@ -55,22 +55,34 @@ function ready() {
 }
 function failed(reason) {
   loaded.hidden = true;
+  held.offers.waiting = `no answer: Python ${started ? "has stopped" : "could not be started"}, as the line above the lab says`;
   const offline = navigator.onLine ? "" : " The browser is offline; once loaded, the page needs no network.";
   const kept = started ? "" : " Below is the first answer; the lab in Jupyter (fsdplab lab) gives the others.";
   tell(`Python ${started ? "has stopped" : "could not be started"} (${reason}).${offline}${kept}`, true);
 }
 
+// A full bar would say that Python is ready: behind the last byte it runs on without an end, as starting has no count.
+function showLoaded(bytes) {
+  const inMB = (count) => (count / 1e6).toFixed(1);
+  if (bytes < SETUP.bytes) {
+    loaded.value = (100 * bytes) / SETUP.bytes;
+    tell(`Python is being loaded: ${inMB(bytes)} of ${inMB(SETUP.bytes)} MB.`);
+  } else {
+    loaded.removeAttribute("value");
+    tell("Python is loaded and is being started; the lab shows its first answer meanwhile.");
+  }
+}
+
 function start() {
   if (location.protocol === "file:") return failed("a browser starts Python only from a server: python -m http.server in this folder");
   tell("Python is being loaded; the lab shows its first answer meanwhile.");
+  loaded.removeAttribute("value");
   loaded.hidden = false;
   worker = new Worker("lab-worker.js", { type: "module" });
   worker.onerror = (event) => failed(event.message || "its script could not be loaded");
   worker.onmessage = ({ data }) => {
-    if (data.bytes) {
-      loaded.value = Math.min(100, (100 * data.bytes) / SETUP.bytes);
-      tell(`Python is being loaded: ${(data.bytes / 1e6).toFixed(1)} of ${(SETUP.bytes / 1e6).toFixed(1)} MB.`);
-    } else if (data.ready) ready();
+    if (data.bytes) showLoaded(data.bytes);
+    else if (data.ready) ready();
     else if ("failed" in data) failed(data.failed);
     else {
       receive(JSON.parse(data.values));
