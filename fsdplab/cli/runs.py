@@ -9,6 +9,7 @@ from fsdplab import figures
 from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.errors import RunError
+from fsdplab.common.sizes import percent
 from fsdplab.common.words import plural
 from fsdplab.figures.conclusion import clock_words, conclusion, costliest, findings_by_run, step_sources
 from fsdplab.figures.fastest import core_words, step_words
@@ -106,8 +107,9 @@ def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:
     if len(timed) > 1 and measured:
         cores = ""
         shares = [run.summary.cpu_share for run in timed if run.summary.cpu_share is not None]
-        if shares:
-            cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps"
+        # where ranks were short of cores, `step_words` says so itself
+        if shares and not core_words(timed):
+            cores = f"; ranks had a core for at least {percent(min(shares))} of their step"
         yield Line(f"Measured: {step_words(timed)}{cores}.")
         yield from map(Line, step_sources(shown))
 

@@ -35,7 +35,7 @@ def conclusion(runs: Sequence[RunView]) -> str:
     steady card, it hides 65 % of that, and its step is 8 % longer; measured here, its step is 12 % longer.` Without a
     steady card one sentence, with the measured time. Empty where there is nothing to say.
     """
-    base, sharded = _baseline(runs), most_sharded(runs)
+    base, sharded = baseline(runs), most_sharded(runs)
     if base is None or sharded is None:
         return ""
     # both are one run, as where only one was made: its own amounts instead of differences
@@ -172,8 +172,10 @@ def _ratio(run: RunView) -> float:
 # ---- which two runs
 
 
-def _baseline(runs: Sequence[RunView]) -> RunView | None:
-    """Return the lab's unsharded run, else another engine's, else the first run."""
+def baseline(runs: Sequence[RunView]) -> RunView | None:
+    """Return the run that all sentences and titles of a comparison compare with: the lab's unsharded run, else another
+    engine's, else the first run.
+    """
     candidates = _compared(runs)
     unsharded = [run for run in candidates if run.strategy in UNSHARDED]
     # of several the first: `min` keeps the order of the runs
@@ -187,7 +189,7 @@ def most_sharded(runs: Sequence[RunView]) -> RunView | None:
     if full:
         return min(full, key=_is_of_others)
     # nothing here reshards after the forward: the run of least memory stands for sharding
-    base = _baseline(runs)
+    base = baseline(runs)
     others = [run for run in candidates if run is not base]
     return min(others, key=lambda run: run.peak or float("inf"), default=base)
 
@@ -280,6 +282,14 @@ def _step_words(change: float) -> str:
     if abs(change) < _ALIKE:
         return "its step takes as long"
     return f"its step is {_percent(change, 'longer', 'shorter')}"
+
+
+def steady_step_beside(run: RunView, base: RunView) -> str:
+    """Compare the simulated steps of two runs, as the conclusion does: `8 % longer than no_shard`."""
+    change = _steady(run) / _steady(base) - 1
+    if abs(change) < _ALIKE:
+        return f"as long as {base.label}"
+    return f"{_percent(change, 'longer', 'shorter')} than {base.label}"
 
 
 def _percent(change: float, more: str, less: str) -> str:

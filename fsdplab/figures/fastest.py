@@ -26,9 +26,9 @@ def core_words(runs: Sequence[RunView]) -> str:
             had_enough.append(run)
     if not short:
         return ""
-    least = min(known(run.summary.cpu_share) for run in short)
+    shares = [known(run.summary.cpu_share) for run in short]
     # where all ran on the same busy machine, there is no need to name them
-    return core_sentence(least, listed(short) if had_enough else "")
+    return core_sentence(min(shares), listed(short) if had_enough else "", most=max(shares))
 
 
 def fastest_words(runs: Sequence[RunView]) -> str:
@@ -71,9 +71,10 @@ def _is(runs: Sequence[RunView]) -> str:
 
 
 def step_words(runs: Sequence[RunView]) -> str:
-    """Return the sentence on the steps of runs: who is fastest, and how many times longer the slowest takes.
+    """Return the sentence on the steps of runs: who is fastest, and how long the slowest takes.
 
-    `zero1 is fastest, 342 ms a step; full_shard takes 1.20 times that`; of one run its step.
+    `zero1 is fastest, 342 ms a step; full_shard takes 410 ms`; of one run its step. No ratio: a comparison has one
+    baseline, that of its conclusion.
     """
     short_of_cores = core_words(runs)
     if short_of_cores:
@@ -84,12 +85,10 @@ def step_words(runs: Sequence[RunView]) -> str:
     slowest = max(runs, key=lambda run: known(run.step_median))
     fitting = those_that_fit(runs)
     fastest = [fitting[place] for place in race_of(fitting).leaders]
-    # the slowest is not told apart from the fastest, so no factor is
+    # the slowest is not told apart from the fastest, so its step is not named
     if slowest in fastest:
         return fastest_words(runs)
-    shortest = min(known(run.step_median) for run in fastest)
-    ratio = known(slowest.step_median) / shortest
-    return f"{_fastest(fitting)}; {slowest.label} takes {ratio:.2f} times that{_left_out(runs)}"
+    return f"{_fastest(fitting)}; {slowest.label} takes {seconds(slowest.step_median)}{_left_out(runs)}"
 
 
 def those_that_fit(runs: Sequence[RunView]) -> list[RunView]:

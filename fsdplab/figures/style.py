@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -307,25 +307,38 @@ def _linear(part: float) -> float:
 
 
 def mark_level(
-    figure: go.Figure, at: float, words: str, axis: str = "x", panel: str = "", colour: str = ALARM, **place: Any
+    figure: go.Figure,
+    at: float,
+    words: str,
+    axis: str = "x",
+    panel: str = "",
+    colour: str = ALARM,
+    gaps: Sequence[tuple[float, float]] = (),
+    **place: Any,
 ) -> None:
     """Draw a dashed line across the plot at a value of an axis, such as a card's capacity, with its name at the line's
     end.
 
-    `panel` is the number of the axes ("" for the first); `place` sets more of the name's annotation.
+    `panel` is the number of the axes ("" for the first); `gaps` are parts of the line, 0 to 1 from its lower or left
+    end, that are not drawn; `place` sets more of the name's annotation.
     """
     x, y = f"x{panel}", f"y{panel}"
     if axis == "x":
         # an upright line, named above the plot's upper edge
         refs = dict(xref=x, yref=f"{y} domain")
-        ends = dict(x0=at, x1=at, y0=0, y1=1)
+        level, along = dict(x0=at, x1=at), "y"
         beside = dict(x=at, y=1, xanchor="center")
     else:
         # a level line, named at its left end
         refs = dict(xref=f"{x} domain", yref=y)
-        ends = dict(x0=0, x1=1, y0=at, y1=at)
+        level, along = dict(y0=at, y1=at), "x"
         beside = dict(x=0, y=at, xanchor="left", xshift=6)
-    figure.add_shape(type="line", line=dict(color=colour, width=2.5, dash="dash"), **refs, **ends)
+    look = dict(type="line", line=dict(color=colour, width=2.5, dash="dash"))
+    # without gaps one piece, from 0 to 1
+    starts = [0.0, *(end for _, end in sorted(gaps))]
+    stops = [*(start for start, _ in sorted(gaps)), 1.0]
+    for start, stop in zip(starts, stops):
+        figure.add_shape(look | refs | level | {f"{along}0": start, f"{along}1": stop})
     note = dict(text=words, showarrow=False, yanchor="bottom", font=dict(color=colour, size=14))
     figure.add_annotation(note | refs | beside | place)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fsdplab.common.names import CATEGORY_ROWS
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import percent, size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Steady, Traces
@@ -453,10 +453,10 @@ def _cores(groups: _Groups) -> str:
     for run in groups.own:
         share = run.summary.cpu_share
         if share is not None and share < _ALL_CORES:
-            shares.append(f"{run.label} {share:.0%}")
+            shares.append(f"{run.label} {percent(share)}")
     if not shares:
         return ""
-    return f"the part of their steps in which ranks had a core when they wanted one: {', '.join(shares)}"
+    return f"the part of their step for which ranks had a core when they wanted one: {', '.join(shares)}"
 
 
 def _sources_of_steps(groups: _Groups) -> set[str]:

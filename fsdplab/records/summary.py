@@ -210,12 +210,18 @@ def known(value: Measured | None) -> Measured:
     return value
 
 
-def core_sentence(share: float, whose: str = "") -> str:
-    """Write what must be said before all else of a run that is short of cores.
+def core_sentence(share: float, whose: str = "", most: float | None = None) -> str:
+    """Write what must be said before all else of a run that is short of cores; of several runs the least share, and
+    the `most`.
 
     >>> core_sentence(0.31)
     "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's."
+    >>> core_sentence(0.31, most=0.5)
+    "Ranks had a core for 31 % to 50 % of their step: the measured times are the machine's, not the strategy's."
     """
     ranks = f"Ranks of {whose}" if whose else "Ranks"
-    had = f"{ranks} had a core for {percent(share)} of their step"
+    shares = percent(share)
+    if most is not None and percent(most) != shares:
+        shares += f" to {percent(most)}"
+    had = f"{ranks} had a core for {shares} of their step"
     return f"{had}: the measured times are the machine's, not the strategy's."

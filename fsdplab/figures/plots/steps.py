@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdplab.common.sizes import percent, seconds, three_digits
 from fsdplab.figures.bars import Part, stacked_bars, whiskers
-from fsdplab.figures.conclusion import most_sharded
+from fsdplab.figures.conclusion import baseline, most_sharded, steady_step_beside
 from fsdplab.figures.fastest import listed, step_words
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
@@ -150,7 +150,7 @@ def steady_steps(runs: Runs) -> go.Figure:
     some_left_out = any(run.summary.short_of_cores for run in shown)
     where = _steady_conditions(simulated, timed, some_left_out)
     alt = _steady_alt(simulated, timed)
-    return titled(figure, _steady_words(simulated), where, alt, 86 + 43 * len(shown))
+    return titled(figure, _steady_words(shown), where, alt, 86 + 43 * len(shown))
 
 
 def _steady_parts(shown: Sequence[RunView]) -> list[Part]:
@@ -227,21 +227,21 @@ def _steady_alt(simulated: list[RunView], timed: list[RunView]) -> str:
     return f"Bars of the step on the steady card, and diamonds of the measured one: {'; '.join(words)}."
 
 
-def _steady_words(simulated: list[RunView]) -> str:
-    """Return the title: the fully sharded run's step on the steady card, and whose is least; else least and longest."""
+def _steady_words(shown: Sequence[RunView]) -> str:
+    """Return the title: the fully sharded run's step on the steady card, beside the baseline's as in the conclusion;
+    where one of them has no simulated step, whose is least, and the longest.
+    """
+    base, sharded = baseline(shown), most_sharded(shown)
+    simulated = [run for run in shown if run.steady.step_time_s]
+    if base and sharded and base is not sharded and base in simulated and sharded in simulated:
+        step = seconds(sharded.steady.step_time_s)
+        return f"{sharded.label} takes {step} a step, {steady_step_beside(sharded, base)}"
     steps = [known(run.steady.step_time_s) for run in simulated]
     least = min(steps)
     best = [run for run, step in zip(simulated, steps) if step <= _ROUNDING * least]
     names = listed(best)
     if len(best) == len(simulated):
         return f"{names}: {seconds(least)} a step"
-    sharded = most_sharded(simulated)
-    # the fully sharded run is the page's subject; it is compared with the least where it is not itself among these
-    if sharded is not None and sharded not in best:
-        step = known(sharded.steady.step_time_s)
-        ratio = step / least
-        return f"{sharded.label} takes {seconds(step)} a step, {ratio:.2f} times as long as {names}"
     slowest = max(simulated, key=lambda run: known(run.steady.step_time_s))
-    ratio = max(steps) / least
     take = "takes" if len(best) == 1 else "take"
-    return f"{names} {take} least, {seconds(least)} a step; {slowest.label} takes {ratio:.2f} times that"
+    return f"{names} {take} least, {seconds(least)} a step; {slowest.label} takes {seconds(max(steps))}"
