@@ -497,6 +497,16 @@ def test_a_run_that_failed_is_named_by_every_figure_that_leaves_it_out(ahead, be
     assert "<b>855 ms</b>, 60 % hidden" in str(steps.to_dict())
 
 
+def test_a_step_that_hides_all_of_its_communication_shows_how_much_that_is():
+    """200 ms of 800 are hidden, none exposed; a record of before does not tell, and has 300 of 900 exposed."""
+    whole, before = Steady(0.8, 0.0, 1.0, hidden_s=0.2), Steady(0.9, 0.3, 0.5)
+    shown = [RunView("a", "lab", 2, Summary(steady=whole)), RunView("b", "lab", 2, Summary(steady=before))]
+    bars = {bar.name: list(bar.x) for bar in figures.steady_steps(shown).data if bar.type == "bar" and bar.name}
+    assert bars["computing alone"] == pytest.approx([600, 300])
+    assert bars["communication hidden under computing"] == pytest.approx([200, 300])
+    assert bars["exposed communication"] == pytest.approx([0, 300])
+
+
 def test_cells_that_are_exposed_alike_are_one_finding_and_a_simulation_has_no_profiled_steps():
     job = RunSpec(model="gpt-20m", batch_size=2, sequence_length=64, link="400MB/s", prefetch=0, device="cpu")
     figure = figures.exposed_heatmap(steady(job))
@@ -629,6 +639,31 @@ def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
     assert gathered_memory(RunRecord("nowhere")) == {}
 
 
+def test_gathered_memory_counts_every_profiled_step(tmp_path):
+    """A unit of 8 MB is unsharded for a quarter of the first of two steps and not at all in the second; another one of
+    8 MB from the middle of the first step on, and is never resharded.
+    """
+    from fsdplab.figures.plots.breakdown import gathered_memory
+
+    record = RunRecord(tmp_path)
+    for step in (4, 5):
+        start = 1000 + 100 * (step - 4)
+        lane = {"rank": 0, "step": step, "lane": "step", "start_ns": start, "end_ns": start + 100}
+        record.tables.setdefault("timeline", []).append(lane)
+        record.tables.setdefault("breakdown", []).append({"rank": 0, "step": step, "step_ns": 100})
+    for name in ("a", "b"):
+        gather = {"rank": 0, "step": 4, "unit": name, "kind": "all_gather", "logical_bytes": 8 * MB}
+        record.tables.setdefault("ledger", []).append(gather)
+    row = {"rank": 0, "step": 4, "phase": "forward"}
+    record.tables["life"] = [
+        {**row, "unit": "a", "state": "unsharding", "time_ns": 1010},
+        {**row, "unit": "a", "state": "unsharded", "time_ns": 1015},
+        {**row, "unit": "a", "state": "sharded", "time_ns": 1035},
+        {**row, "unit": "b", "state": "unsharded", "time_ns": 1050},
+    ]
+    assert gathered_memory(record) == {("a", "forward"): pytest.approx(MB), ("b", "forward"): pytest.approx(6 * MB)}
+
+
 def test_slices_fill_what_each_rank_holds(ahead):
     at = dict(figures_lives(ahead).states[0, "blocks.3"])
     coming, whole = (
@@ -738,6 +773,18 @@ def test_namesakes_are_told_apart(ahead, behind, tmp_path):
     assert [run.label for run in views([ahead, ahead])] == ["full_shard, run 1", "full_shard, run 2"]
     assert [run.label for run in views(comparison_json([ahead, behind]))] == ["full_shard, run 1", "full_shard, run 2"]
     assert figures.memory_by_category([ahead, behind]).data[0].y == ("full_shard", "full_shard, prefetch 0")
+
+
+def test_only_namesakes_of_equal_settings_are_numbered(ahead, behind):
+    from fsdplab.figures.view import views
+
+    twice_and_once = ["full_shard, run 1", "full_shard, prefetch 0", "full_shard, run 2"]
+    assert [run.label for run in views([ahead, behind, ahead])] == twice_and_once
+    assert [run.label for run in views([behind, ahead, behind])] == [
+        "full_shard, prefetch 0, run 1",
+        "full_shard",
+        "full_shard, prefetch 0, run 2",
+    ]
 
 
 def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plain):

@@ -148,6 +148,19 @@ def test_running_out_of_memory_is_the_first_thing_said(tmp_path: Path) -> None:
     assert "largest piece has 100 MB" in memory.fragmentation and "expandable_segments:True" in memory.fragmentation
 
 
+def test_a_request_that_failed_is_drawn_when_it_failed(tmp_path: Path) -> None:
+    """The job caught the error and went on for 4 events of 1 ms."""
+    allocator = a_job()
+    failed_at = 1000 * len(allocator.trace)
+    allocator.fail(90 * MB, 3 * MB)
+    allocator.free(0x40)
+    allocator.alloc(0x60, 20 * MB, FORWARD)
+    (memory,) = memory_of(read_snapshot(written(tmp_path, allocator.snapshot())))
+    assert memory.out_of_memory is not None and memory.out_of_memory.time_us == failed_at
+    (mark,) = allocator_timeline(memory).layout.shapes
+    assert mark.x0 == mark.x1 == failed_at / 1000
+
+
 def test_without_a_history_the_state_at_the_end_is_told(tmp_path: Path) -> None:
     content = a_job().snapshot() | {"device_traces": []}
     (memory,) = memory_of(read_snapshot(written(tmp_path, content)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fsdplab.planning.hardware import find_gpu
@@ -11,6 +13,7 @@ from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.step_time import step_time
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.prediction import predict
+from fsdplab.sessions.recorded_model import recording_of
 from fsdplab.sessions.spec import SpecError
 from fsdplab.workloads.shapes import model
 
@@ -30,6 +33,20 @@ def test_memory_and_bytes_are_predicted(strategy: str, tokens: tuple[int, int], 
     measured = summary.peak_memory_bytes
     assert said.peak_bytes == pytest.approx(measured.total, rel=within)
     assert said.by_category["optimizer_state"] == pytest.approx(measured.by_category["optimizer_state"], rel=2e-4)
+
+
+def test_the_matrices_of_blocks_are_muons_whatever_the_units_are() -> None:
+    """Three blocks of two matrices each; the layers around them are AdamW's, also where the whole model is a unit."""
+    mine = str(Path(__file__).parent / "own_models" / "mine.py")
+    specs = [
+        RunSpec(optimizer="muon", units=units, **{**SHORT, "model": mine}) for units in ("auto", "model", "linear")
+    ]
+    matrices = [recording_of(spec).matrices for spec in specs]
+    assert matrices == [((128, 32), (32, 128)) * 3] * 3
+    record, said = run(specs[1]), predict(specs[1])
+    assert record.summary.comm.bytes_per_step == said.bytes_per_step
+    measured = record.summary.peak_memory_bytes.by_category
+    assert said.by_category["optimizer_state"] == pytest.approx(measured["optimizer_state"], rel=2e-3)
 
 
 @pytest.mark.quick

@@ -31,7 +31,7 @@ from fsdplab.planning.remedies import cards_for_states, in_words, lacking, more_
 from fsdplab.planning.search import Fit, candidate_of
 from fsdplab.planning.step_time import Compute
 from fsdplab.profiling.findings import Finding, findings
-from fsdplab.profiling.late_rank import CHANCE, fewest_steps
+from fsdplab.profiling.late_rank import CHANCE, fewest_steps, late_rank_of, too_few_steps
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.comparison import drift_sentence
 from fsdplab.records.summary import Peak, Predicted
@@ -202,6 +202,16 @@ def test_the_steps_that_it_takes_to_name_a_rank(tmp_path: Path, ranks: int) -> N
     assert fewest_steps(ranks) == steps
     record = steps_of(tmp_path, lambda rank, step, number: 5.0 if rank == 1 else 0.0, ranks=ranks, steps=4)
     assert_shows(finding_of(record, "skew").text, [4, steps, steps])
+
+
+def test_one_rank_is_late_to_nobody(tmp_path: Path) -> None:
+    """No number of steps names a rank that is alone."""
+    with pytest.raises(ValueError, match="ranks is 1; expected 2 or more"):
+        fewest_steps(1)
+    record = steps_of(tmp_path, lambda rank, step, number: 0.0, ranks=1, steps=4)
+    assert late_rank_of(record) is None and too_few_steps(record).startswith("one rank alone cannot tell")
+    record = steps_of(tmp_path, lambda rank, step, number: 0.0, ranks=2, steps=1)
+    assert late_rank_of(record) is None and too_few_steps(record).startswith("1 step cannot tell (8 can")
 
 
 def test_the_peak(tmp_path: Path) -> None:

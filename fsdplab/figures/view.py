@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -267,7 +268,8 @@ def disambiguate_labels(shown: list[RunView]) -> list[RunView]:
 def _notes(namesakes: list[RunView]) -> list[str]:
     """Return what tells runs of one name apart: the settings in which they differ, as few as that takes.
 
-    Settings at their defaults are left out, unless that makes two notes equal; then equal notes are numbered.
+    Settings at their defaults are left out, unless they tell more runs apart. Runs of equal settings are numbered:
+    `run 1`, `run 2` and `prefetch 0`.
     """
     specs = [{**run.spec, "world_size": run.world_size} for run in namesakes]
     # compared as text, since a set takes no lists
@@ -277,16 +279,19 @@ def _notes(namesakes: list[RunView]) -> list[str]:
     for spec in specs:
         chosen = [name for name in differing if not _is_default(spec, name)]
         notes.append(settings_words(spec, chosen))
-    if len(set(notes)) == len(specs):
-        return notes
-    notes = [settings_words(spec, differing) for spec in specs]
-    if len(set(notes)) == len(specs):
-        return notes
+    whole_notes = [settings_words(spec, differing) for spec in specs]
+    if len(set(whole_notes)) > len(set(notes)):
+        notes = whole_notes
     # runs with the same settings, such as a repeated one: only a number tells them apart
-    numbered = []
-    for number, note in enumerate(notes, 1):
-        numbered.append(f"{note}, run {number}".removeprefix(", "))  # equal runs have no setting before it
-    return numbered
+    many = Counter(notes)
+    numbers: Counter[str] = Counter()
+    told_apart = []
+    for note in notes:
+        if many[note] > 1:
+            numbers[note] += 1
+            note = f"{note}, run {numbers[note]}".removeprefix(", ")  # equal runs may have no setting before it
+        told_apart.append(note)
+    return told_apart
 
 
 def _is_default(spec: Mapping[str, Any], name: str) -> bool:

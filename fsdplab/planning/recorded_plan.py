@@ -107,28 +107,18 @@ def recorded_traffic(
 
 
 def recorded_muon(recording: MicroBatch, ranks: int, whole: bool) -> OwnersStep:
-    """Return Muon's step of the matrices in a recorded model's units, the root's left out."""
-    return OwnersStep.of_matrices(_matrices_in(recording), ranks, whole)
+    """Return Muon's step of the matrices in a recorded model's blocks."""
+    return OwnersStep.of_matrices(recording.matrices, ranks, whole)
 
 
 def recorded_state_bytes(recording: MicroBatch, itemsize: int = 4) -> float:
     """Return bytes of Muon's state a trained element, on average: one moment for matrices, two for the rest."""
-    in_matrices = sum(rows * columns for rows, columns in _matrices_in(recording))
+    in_matrices = sum(rows * columns for rows, columns in recording.matrices)
     return itemsize * (2 - in_matrices / _trained_elements(recording))
 
 
 def _trained_elements(recording: MicroBatch) -> int:
     return sum(stored.count for unit in recording.units.values() for stored in unit if stored.trained)
-
-
-def _matrices_in(recording: MicroBatch) -> list[tuple[int, int]]:
-    _, *units = recording.units.values()
-    matrices = []
-    for unit in units:
-        for stored in unit:
-            if stored.trained and len(stored.shape) == 2:
-                matrices.append((stored.shape[0], stored.shape[1]))
-    return matrices
 
 
 def _muon(spec: PlanSpec, recording: MicroBatch) -> OwnersStep | None:

@@ -110,11 +110,16 @@ def late_rank(arrivals: Arrivals, step_ns: float, own_clock: Arrivals | None = N
 
 def fewest_steps(ranks: int, candidates: int | None = None) -> int:
     """The steps that it takes to name one of so many ranks: to be last in all of them by chance is rarer than `CHANCE`.
-    `candidates`: how many might be named, where ranks meet in several groups of so many.
+    `candidates`: how many might be named, where ranks meet in several groups of so many. ValueError for fewer than 2
+    ranks.
 
     >>> fewest_steps(2), fewest_steps(8), fewest_steps(2, candidates=8)
     (8, 6, 10)
     """
+    if ranks < 2:
+        raise ValueError(
+            f"ranks is {ranks}; expected 2 or more: a rank is late to others, so no steps can name one alone"
+        )
     return max(FEWEST_STEPS, math.ceil(math.log((candidates or ranks) / CHANCE) / math.log(ranks)))
 
 
@@ -270,15 +275,19 @@ def _repeated(arrivals: Mapping[Key, dict[int, int]]) -> dict[Key, dict[int, int
 
 
 def too_few_steps(record: RunRecord) -> str:
-    """What to say where nobody can be named since the record has too few steps; "" where it has enough.
+    """What to say where nobody can be named since the record has too few steps, or one rank alone; "" where it has
+    enough.
 
     Of 6 steps between 2 ranks: `6 steps cannot tell (8 can: --steps 8)`; of a recorded job `--steps 8:16`.
     """
     if record.provenance.get("step_time_s") == "simulated":
         return ""
     with_collectives = _steps_of_tables(record, "ledger") or _steps_of_tables(record, "collectives")
-    known = len(_steps_of(record) & with_collectives)
-    groups = {tuple(sorted(times)) for times in arrivals_of(record, _steps_of(record)).values()}
+    steps = _steps_of(record)
+    known = len(steps & with_collectives)
+    groups = {tuple(sorted(times)) for times in arrivals_of(record, steps).values()}
+    if not groups and len(_ranks_of(record)) == 1:
+        return "one rank alone cannot tell (the steps of all ranks can)"
     largest = max(map(len, groups), default=max(2, record.spec.get("world_size") or 0))
     fewest = fewest_steps(largest, candidates=sum(map(len, groups)))
     if known >= fewest:
@@ -302,6 +311,14 @@ def _steps_of_tables(record: RunRecord, *names: str) -> set[int]:
     for name in names:
         steps.update(row["step"] for row in record.table(name))
     return steps
+
+
+def _ranks_of(record: RunRecord) -> set[int]:
+    """The ranks of which the record has profiled or timed steps."""
+    ranks: set[int] = set()
+    for name in ("breakdown", "steps"):
+        ranks.update(row["rank"] for row in record.table(name))
+    return ranks
 
 
 def _steps_of(record: RunRecord) -> set[int]:

@@ -70,11 +70,15 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Steady:
-    """The run's step on the steady card (sessions/steady_card.py), simulated; None where that card cannot show it."""
+    """The run's step on the steady card (sessions/steady_card.py), simulated; None where that card cannot show it.
+
+    `hidden_s`: communication that computing hid, of which `overlap` is the part; None in records of earlier versions.
+    """
 
     step_time_s: float | None = None
     exposed_s: float | None = None
     overlap: float | None = None
+    hidden_s: float | None = None
 
 
 @dataclass(frozen=True)

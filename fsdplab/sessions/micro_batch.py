@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 @dataclass(frozen=True)
 class RecordChoices:
     """What a recording depends on, besides the workload. `units`: the built model -> what `shard_model` takes.
-    `on_card`: the scratch memory of the CPU's kernels is left out.
+    `on_card`: the scratch memory of the CPU's kernels is left out. `matrices`: the built model -> the parameters that
+    Muon steps; by default there are none.
     """
 
     units: Callable[[nn.Module], Any]
@@ -61,6 +62,7 @@ class RecordChoices:
     seed: int = 0
     on_card: bool = False
     recomputes: type[nn.Module] = nn.Module  # of the units below the root, those that are computed again
+    matrices: Callable[[nn.Module], Sequence[nn.Parameter]] = lambda _: ()
 
 
 class Trainable(Protocol):
@@ -119,6 +121,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordChoices, real: bool) -> MicroBatch:
+    matrices = tuple((matrix.shape[0], matrix.shape[1]) for matrix in choices.matrices(model) if matrix.requires_grad)
     log = StorageLog(with_scratch=not choices.on_card)
     runtime, stored = _hooked(model, choices, log)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -139,6 +142,7 @@ def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordCh
         log.flops,
         log.moved,
         real,
+        matrices,
     )
 
 

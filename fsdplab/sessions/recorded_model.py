@@ -5,7 +5,7 @@ The recording is kept for a model and its units; other choices of a run or a pla
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.own_optimizer import OwnStep, own_step
 from fsdplab.sessions.spec import RunSpec, Sharding
 from fsdplab.sessions.steady_card import plan_of
-from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
+from fsdplab.sessions.worker.engines import as_argument, matrices_of, units_of, workload_of
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.own.reading import where_in, workload_in
 from fsdplab.workloads.own.sources import source_of
@@ -90,7 +90,10 @@ def _recorded(
     def chosen(model: nn.Module) -> Any:
         return as_argument(units_of(Sharding(units=units), model, task).modules)
 
-    return record_micro_batch(task, RecordChoices(chosen, precision == "bf16", checkpoint, world_size, seed, on_card))
+    choices = RecordChoices(
+        chosen, precision == "bf16", checkpoint, world_size, seed, on_card, matrices=partial(matrices_of, task)
+    )
+    return record_micro_batch(task, choices)
 
 
 def steady_work(spec: RunSpec) -> StepWork:

@@ -76,8 +76,10 @@ def steady_step(spec: RunSpec) -> Steady:
     strange = spec.engine != "lab" or spec.device_type != "cpu" or spec.emulate or spec.offload != "none"
     if strange or spec.compile != "none" or why_not_steady(spec):
         return Steady()
-    found = steady(spec).summary
-    return Steady(found.step_time_s.median, found.comm.exposed_s, found.comm.overlap)
+    found = steady(spec)
+    comm = found.summary.comm
+    worst = max(found.table("breakdown"), key=lambda row: row["exposed_ns"])  # as in `comm`
+    return Steady(found.summary.step_time_s.median, comm.exposed_s, comm.overlap, worst["overlapped_ns"] / 1e9)
 
 
 def spec_of(record: RunRecord) -> RunSpec | None:

@@ -138,9 +138,10 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     figure = go.Figure([reserved_line, in_use_line, dot])
     figure.update_xaxes(title_text="time since the first event (ms)")
     figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
-    # drawn at the last event, where a job that runs out of memory mostly ends
+    # a job that catches the error goes on behind it
     if memory.out_of_memory is not None:
-        figure.add_vline(times[-1], line=dict(color=ALARM, width=2, dash="dot"))
+        failed_at = (memory.out_of_memory.time_us - start) / 1e3  # ms
+        figure.add_vline(failed_at, line=dict(color=ALARM, width=2, dash="dot"))
     title = f"Device {memory.device}: {size(memory.peak)} in use at the peak"
     conditions = f"Recorded by PyTorch's allocator, {len(memory.moments):,} events"
     alt = f"Memory over time. {title}, {size(memory.reserved_at_peak)} reserved."

@@ -19,7 +19,7 @@ from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row, distinct, duration, label, percent, where
+from fsdplab.figures.profile_data import MS, Row, duration, label, percent, where
 from fsdplab.figures.style import EDGE, EXPOSED_COLOURS, PHASE_COLOURS, STEP_COLOURS, titled
 from fsdplab.figures.view import missing, view, views
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary
@@ -451,25 +451,49 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     # an all-gather's payload is the whole unit: what its unsharded parameters take
     for row in where(profile.named_rows(record, "ledger"), kind="all_gather"):
         nbytes[row["unit"]] = row["logical_bytes"]
-    lengths = {}  # of each step, in ns
-    for row in where(record.table("breakdown"), rank=0):
-        lengths[row["step"]] = row["step_ns"]
     # rank 0 stands for all ranks, which unshard the units in the same order
     life = profile.profiled(profile.named_rows(record, "life"), record)
-    of_first_rank = [row for row in where(life, rank=0) if row["step"] in lengths]
-    steps = len(distinct(of_first_rank, "step"))
+    of_first_rank = where(life, rank=0)
+    windows = _windows(record, of_first_rank)
+    last_end = max((end for _, end in windows), default=0)
     held: dict[UnitPhase, float] = defaultdict(float)
-    by_unit = grouped(of_first_rank, lambda row: (row["step"], row["unit"]))
-    for (step, unit), of_unit in by_unit.items():
-        for phase, kept_ns in _stays(of_unit):
-            # one stay of 25 ms in one of two steps of 100 ms: 25 / 100 / 2, an eighth of all steps
-            share = kept_ns / lengths[step] / steps  # of all steps
-            held[unit, phase] += share * nbytes.get(unit, 0)
+    for unit, of_unit in grouped(of_first_rank, lambda row: row["unit"]).items():
+        for phase, begin, end in _stays(of_unit, last_end):
+            for start, step_end in windows:
+                kept_ns = min(end, step_end) - max(begin, start)
+                if kept_ns > 0:
+                    # one stay of 25 ms in one of two steps of 100 ms: 25 / 100 / 2, an eighth of all steps
+                    share = kept_ns / (step_end - start) / len(windows)
+                    held[unit, phase] += share * nbytes.get(unit, 0)
     return dict(held)
 
 
-def _stays(of_unit: list[Row]) -> list[tuple[str, int]]:
-    """Return (phase, ns) of each stay of a unit in memory: from the start of its all-gather to its reshard."""
+def _windows(record: RunRecord, life: list[Row]) -> list[tuple[int, int]]:
+    """Return (start, end) of rank 0's profiled steps whose transitions are known; of a step without a lane in the
+    timeline, from its first transition on.
+    """
+    lanes = {
+        row["step"]: (row["start_ns"], row["end_ns"]) for row in where(record.table("timeline"), rank=0, lane="step")
+    }
+    first: dict[int, int] = {}
+    for row in life:
+        first[row["step"]] = min(row["time_ns"], first.get(row["step"], row["time_ns"]))
+    if not first:
+        return []
+    windows = []
+    for row in where(profile.profiled(record.table("breakdown"), record), rank=0):
+        step, length = row["step"], row["step_ns"]
+        if step in lanes:
+            windows.append(lanes[step])
+        elif step in first:
+            windows.append((first[step], first[step] + length))
+    return sorted(windows)
+
+
+def _stays(of_unit: list[Row], last_end: int) -> list[tuple[str, int, int]]:
+    """Return (phase, begin, end) of each stay of a unit in memory: from the start of its all-gather to its reshard,
+    which may be in a later step, or behind the last one.
+    """
     stays = []
     since: Row | None = None  # the row in which its all-gather started
     for row in sorted(of_unit, key=lambda row: row["time_ns"]):
@@ -478,8 +502,10 @@ def _stays(of_unit: list[Row]) -> list[tuple[str, int]]:
             since = since or row
             continue
         if since:
-            stays.append((since["phase"], row["time_ns"] - since["time_ns"]))
+            stays.append((since["phase"], since["time_ns"], row["time_ns"]))
         since = None
+    if since:
+        stays.append((since["phase"], since["time_ns"], last_end))
     return stays
 
 

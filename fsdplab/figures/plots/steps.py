@@ -168,9 +168,11 @@ def _split(run: RunView) -> tuple[float, float, float]:
     step = run.steady.step_time_s or 0.0
     exposed = run.steady.exposed_s or 0.0
     overlap = run.steady.overlap or 0.0
-    # the overlap is the hidden part of all communication, of which the exposed part is known: overlap = hidden /
-    # (hidden + exposed); where all is hidden, nothing exposed tells how much that is
-    hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
+    hidden = run.steady.hidden_s
+    if hidden is None:
+        # a record of before: overlap = hidden / (hidden + exposed), of which the exposed part is known; where all is
+        # hidden, nothing exposed tells how much that is
+        hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
     # what is left of the step: the steady card is never idle
     computing = max(0.0, step - exposed - hidden)
     return 1e3 * computing, 1e3 * hidden, 1e3 * exposed

@@ -326,6 +326,7 @@ Event = Allocate | Free | Gradient | Call
 class MicroBatch:
     """A recording of a forward and a backward. `units`: their parameters, the root first; `nbytes`: of the batch;
     `buffers`: of the model's.
+    `matrices`: the shapes of those that Muon steps, in its order: of the model's blocks, whatever its units are.
     `flops` and `moved`: (unit, phase) -> floating-point operations of products, and bytes that other operators read and
     write; those of a second forward are in the backward's.
     """
@@ -337,6 +338,7 @@ class MicroBatch:
     flops: Mapping[tuple[str, str], int] = field(default_factory=dict)
     moved: Mapping[tuple[str, str], int] = field(default_factory=dict)
     real: bool = False  # whether it was recorded on real tensors instead of fake ones
+    matrices: tuple[tuple[int, int], ...] = ()
 
     def play(self, order: StepOrder, units: Mapping[str, UnitBuffers], book: Book) -> None:
         """Let `order` do what it does around these computations, and `book` count both."""

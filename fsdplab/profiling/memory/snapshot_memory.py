@@ -54,8 +54,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A request that failed."""
+    """A request that failed, and the memory when it did."""
 
+    time_us: int
     asked: int
     in_use: int
     reserved: int
@@ -209,7 +210,9 @@ class _History:
         # a request that failed changes nothing, and its `nbytes` is what was asked for
         if event.action == "oom":
             where = place_of(event.frames)
-            self.out_of_memory = OutOfMemory(event.nbytes, self._in_use, self._reserved, event.device_free, where)
+            self.out_of_memory = OutOfMemory(
+                event.time_us, event.nbytes, self._in_use, self._reserved, event.device_free, where
+            )
             return False
         self._in_use += _change(event, ("alloc",), ("free_completed",))
         self._reserved += _change(event, _GROWS, _SHRINKS)

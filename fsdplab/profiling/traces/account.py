@@ -345,7 +345,7 @@ def _queued(columns: _Columns, on_gpu: bool) -> np.ndarray:
     began count. A kernel that was issued at 0 and starts at 50, behind one that ran from 20 to 45: 25 ns, where both
     are of CPU ranks; on a GPU as much, since the pause between them is short.
     """
-    queued = np.zeros(len(columns.issue), dtype=np.int64)
+    queued: np.ndarray = np.zeros(len(columns.issue), dtype=np.int64)
     for lane in _lanes(columns):
         starts = columns.start[lane]
         transports = np.stack([starts, columns.end[lane]], axis=1)

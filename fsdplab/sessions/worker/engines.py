@@ -507,9 +507,7 @@ def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch
     """Make Muon of the matrices in units, and AdamW of all else. Muon's updates have the size of AdamW's, so one
     learning rate fits both (Liu et al. 2025, arXiv 2502.16982).
     """
-    matrices: list[nn.Parameter] = []
-    for block in _blocks(model, workload.units(model)):
-        matrices += [parameter for parameter in block if parameter.ndim == 2]
+    matrices = matrices_of(workload, model)
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     # embeddings, the head, norms and biases are left to AdamW
@@ -521,6 +519,14 @@ def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch
 
     # where every rank holds whole matrices, all ranks share the work; else those of a shard group do
     return whole_matrices(muon, rest=rest, replicas=None if spec.row.cuts else dist.group.WORLD)
+
+
+def matrices_of(workload: Task, model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices that Muon steps: those in blocks, whatever the run's units are."""
+    matrices: list[nn.Parameter] = []
+    for block in _blocks(model, workload.units(model)):
+        matrices += [parameter for parameter in block if parameter.ndim == 2]
+    return matrices
 
 
 class Together(torch.optim.Optimizer):
