@@ -414,14 +414,6 @@ LOOP_FAULTS = (
         unless=["gathered_whole"],
     ),
     fault_rule(
-        "garbage_collection",
-        _done_each_step("garbage_collection"),
-        "Python's garbage collector runs {times} in each step, for {took}",
-        "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
-        "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
-        " what stays anyway.",
-    ),
-    fault_rule(
         "compiled_anew",
         _done_each_step("compiled"),
         "torch.compile compiles anew {times} in each step, which takes {took}",
@@ -430,13 +422,22 @@ LOOP_FAULTS = (
         " take dynamic=True, or pad them to a few; make numbers that change tensors.",
     ),
     fault_rule(
+        "garbage_collection",
+        _done_each_step("garbage_collection"),
+        "Python's garbage collector runs {times} in each step, for {took}",
+        "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
+        "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
+        " what stays anyway.",
+        unless=["compiled_anew"],
+    ),
+    fault_rule(
         "deep_copy",
         _done_each_step("deep copy"),
         "The whole model is copied {times} in each step (copy.deepcopy), which takes {took}",
         "A copy allocates everything anew, hooks and buffers too.",
         "Keep one copy, and average into it in place: torch.optim.swa_utils.AveragedModel, or torch._foreach_lerp_ of"
         " both lists of parameters under torch.no_grad().",
-        unless=["state_dict"],
+        unless=["state_dict", "compiled_anew"],
     ),
     fault_rule(
         "emptied_cache",
