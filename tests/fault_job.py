@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
-ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro")
+ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first")
 
 
 class Block(nn.Module):
@@ -94,7 +95,8 @@ def sharded(model: Network, fault: str) -> nn.Module:
     elif fault != "one-unit":
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=fault != "keep")
-    fully_shard(model)
+    if fault != "no-root":
+        fully_shard(model)
     if fault not in ("no-prefetch", "one-unit", "tiny-units"):
         for block, following in zip(model.blocks, list(model.blocks)[1:]):
             block.set_modules_to_forward_prefetch([following])
@@ -130,9 +132,13 @@ def add_hook(model: nn.Module, fault: str) -> None:
 
 
 def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
-    """AdamW, in one pass but for the job whose fault is that."""
-    fused = fault != "loop-optimizer"
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=False if not fused else None)
+    """AdamW, in one pass where it can: for tensors that are all sharded, or all whole."""
+    fused = fault not in ("loop-optimizer", "no-root")
+    foreach = False if fault == "loop-optimizer" else None
+    trained = model.parameters()
+    if fault == "head-only":
+        trained = getattr(model, "module", model).head.parameters()
+    return torch.optim.AdamW(trained, lr=1e-3, fused=fused, foreach=foreach)
 
 
 # ---- the loop
@@ -147,9 +153,11 @@ class Loop:
         network = Network(fault).to(torch.float64 if fault == "fp64" else torch.float32)
         torch.autograd.set_detect_anomaly(fault == "anomaly")
         self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
+        self.optimizer = optimizer_of(network, fault)
         self.model = sharded(network, fault) if engine == "fsdp2" else replicated(network, fault)
         add_hook(network, fault)
-        self.optimizer = optimizer_of(self.model, fault)
+        if fault != "optimizer-first":
+            self.optimizer = optimizer_of(self.model, fault)
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
         self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
         self.running: float | torch.Tensor = 0.0
@@ -158,20 +166,32 @@ class Loop:
         """All steps."""
         size = 2 * steps * self.micro_batches * self.batch
         begun_anew = self.fault == "begin-loader"
-        data = DataLoader(Samples(size, self.fault == "loader"), batch_size=self.batch, num_workers=int(begun_anew))
+        samples = Samples(size, self.fault == "loader")
+        part = None if self.fault == "same-data" else DistributedSampler(samples, shuffle=False)
+        data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=int(begun_anew))
         loader = iter(data)
         torch.manual_seed(self.rank)
         self.model.train(self.fault != "eval-mode")
         for step in range(steps):
             for micro in range(self.micro_batches):
                 batch = next(iter(data) if begun_anew else loader)
-                self.micro_batch(*batch, is_last=micro == self.micro_batches - 1)
-            self.before_update()
-            self.optimizer.step()
-            if self.fault == "second-step":
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
+                reduced = 0 if self.fault == "reduce-first" else self.micro_batches - 1
+                self.micro_batch(*batch, is_last=micro == reduced)
+            self.update()
             self.after_update(step)
+
+    def update(self) -> None:
+        """The optimizer's step, and gradients are set to zero."""
+        self.before_update()
+        if self.fault == "new-optimizer":
+            self.optimizer = optimizer_of(self.model, self.fault)
+        if self.fault == "zero-first":
+            self.optimizer.zero_grad()
+        self.optimizer.step()
+        if self.fault == "second-step":
+            self.optimizer.step()
+        if self.fault != "no-zero":
+            self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
 
     def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
         """Forward and backward of one micro-batch."""
@@ -182,7 +202,7 @@ class Loop:
         if self.fault == "sleepy" and self.rank == 1:
             time.sleep(0.3)
         with self.accumulation(is_last), self.autocast():
-            loss = nn.functional.cross_entropy(self.model(x), y) / self.micro_batches
+            loss = self.loss(x, y) / self.micro_batches
             if self.fault in ("loss-all-reduce", "loss-each-step"):
                 total = loss.detach().clone()
                 dist.all_reduce(total)
@@ -197,10 +217,29 @@ class Loop:
             if self.fault == "two-losses":
                 (0.1 * loss).backward()
 
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch."""
+        if self.fault == "unwrapped":
+            return nn.functional.cross_entropy(self.model.module(x), y)
+        if self.fault == "sample-by-sample":
+            losses = [nn.functional.cross_entropy(self.model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))]
+            return torch.stack(losses).mean()
+        features = self.model(x)
+        if self.fault == "contrastive":
+            gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, features)
+            gathered[self.rank] = features
+            every = torch.cat(gathered)
+            return nn.functional.cross_entropy(every @ every.T, torch.arange(len(every)))
+        loss = nn.functional.cross_entropy(features, y)
+        if self.fault == "norms-in-loss":
+            loss = loss + 1e-4 * sum(parameter.norm() ** 2 for parameter in self.model.parameters())
+        return loss
+
     def accumulation(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are reduced only in the last micro-batch."""
         if self.fault == "reduce-each" or is_last:
-            if self.engine == "fsdp2":
+            if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(True)
             return contextlib.nullcontext()
         if self.engine == "fsdp2":
@@ -242,6 +281,11 @@ class Loop:
         """The loss of other samples, with a graph of which no backward is called."""
         samples = torch.randn(self.batch, TOKENS, WIDTH)
         self.running += float(nn.functional.cross_entropy(self.model(samples), torch.zeros(self.batch).long()))
+
+    def metric_forward(self) -> None:
+        """A metric of the same kind of samples, by a forward of its own."""
+        with torch.no_grad():
+            self.running += float(self.model(torch.randn(self.batch, TOKENS, WIDTH)).argmax(-1).float().mean())
 
     def deep_copy(self) -> None:
         """The weights of this step are kept as a copy of the model."""
@@ -345,6 +389,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def be_rank(rank: int, store: str, options: argparse.Namespace, folder: str) -> None:
     """Train as this rank, and end the process."""
     torch.set_num_threads(8 if options.fault == "threads" else 1)
+    if options.fault == "one-core":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     Loop(options.engine, options.fault, folder).train(options.steps)
     dist.barrier()

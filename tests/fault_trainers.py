@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, DEPTH, TOKENS, STEPS, BATCH = 64, 3, 32, 27, 4
 FAULTS = ("none", "loader", "evaluate", "checkpoint", "loss-all-reduce", "collect", "recompute")
@@ -144,7 +145,8 @@ def by_deepspeed(fault: str, folder: str) -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
     )
-    for batch in DataLoader(Samples(STEPS * BATCH, fault == "loader"), BATCH):
+    samples = Samples(2 * STEPS * BATCH, fault == "loader")
+    for batch in DataLoader(samples, BATCH, sampler=DistributedSampler(samples)):
         engine.backward(engine(**batch)["loss"])
         engine.step()
         act(fault)

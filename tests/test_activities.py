@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdplab.profiling import analyse_trace
 from fsdplab.recording import activities
+from fsdplab.recording.assemble import _cores_of_a_node
 from fsdplab.recording.observed import Observed
+from fsdplab.recording.rank import Round
 from fsdplab.recording.rows import Place, Taken, resident_bytes
 
 pytestmark = pytest.mark.quick
@@ -116,16 +118,177 @@ def test_what_a_process_holds_is_read():
     del kept
 
 
+def test_cores_of_ranks_that_are_bound_to_their_own_are_added():
+    def of_rank(*numbers: int) -> dict[str, Any]:
+        return {"observed": {"core_numbers": numbers, "ranks_of_a_node": 2}}
+
+    # ranks 2 and 3 are of another node, whose cores have the same numbers
+    results = {0: of_rank(0, 1), 1: of_rank(2, 3), 2: of_rank(0, 1), 3: of_rank(4, 5)}
+    assert _cores_of_a_node(results) == 4
+    assert _cores_of_a_node({0: of_rank(0, 1), 1: of_rank(0, 1)}) == 2
+
+
+# ---- gradients of a step
+
+
+def seen_of_a_step(network: nn.Module, optimizers: list[Any], step: Any) -> dict[str, Any]:
+    """What is seen of `step`, which calls its three arguments: before the backward, before an update, nothing else."""
+    observed = Observed(network, optimizers, Place(0, 1, 1, CPU))
+    observed.begin()
+    step(observed.before_backward, observed.gradients.before_update)
+    observed.end()
+    return observed.as_report("")
+
+
+def test_gradients_that_are_never_set_to_zero_are_told_from_kept_ones():
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def step(before_backward: Any, before_update: Any) -> None:
+        before_backward()
+        network(torch.randn(4, 8)).sum().backward()
+        before_update(optimizer)
+        optimizer.step()
+
+    first, second = (seen_of_a_step(network, [optimizer], step) for _ in range(2))
+    assert (first["kept_gradient_bytes"], first["never_zeroed"], first["updates_nothing"]) == (0, False, False)
+    assert second["kept_gradient_bytes"] > 0 and second["never_zeroed"] is True
+    optimizer.zero_grad(set_to_none=False)
+    zeroed = seen_of_a_step(network, [optimizer], step)
+    assert zeroed["kept_gradient_bytes"] > 0 and zeroed["never_zeroed"] is False
+    other = torch.optim.SGD(model().parameters(), lr=0.1)
+    in_turns = seen_of_a_step(network, [optimizer, other], step)
+    assert (in_turns["kept_gradient_bytes"], in_turns["never_zeroed"]) == (0, False), "as a GAN keeps its generator's"
+
+
+def test_an_optimizer_without_gradients_updates_nothing():
+    network = model()
+    of_others = torch.optim.SGD(model().parameters(), lr=0.1)
+
+    def trains(before_backward: Any, before_update: Any) -> None:
+        before_backward()
+        network(torch.randn(4, 8)).sum().backward()
+        before_update(of_others)
+
+    report = seen_of_a_step(network, [of_others], trains)
+    assert report["updates_nothing"] is True
+    assert report["idle_gradient_bytes"] == sum(4 * each.numel() for each in network.parameters())
+
+    def in_a_closure(before_backward: Any, before_update: Any) -> None:
+        before_update(of_others)
+        before_backward()
+        of_others.param_groups[0]["params"][0].grad = torch.ones(8, 8)
+
+    assert seen_of_a_step(network, [of_others], in_a_closure)["updates_nothing"] is False
+    assert seen_of_a_step(network, [of_others], lambda *_: None)["updates_nothing"] is False, "no update was seen"
+    idle = torch.optim.SGD(network.parameters(), lr=0.1)  # it steps seldom, and lives
+    assert seen_of_a_step(network, [of_others], trains)["idle_gradient_bytes"] == 0
+    del idle
+
+
+def test_forwards_of_the_model_are_counted_while_it_trains():
+    network = model()
+
+    def step(before_backward: Any, before_update: Any) -> None:
+        network(torch.randn(4, 8))
+        with torch.no_grad():
+            network(torch.randn(4, 8))
+            network[0](torch.randn(4, 8))
+        network.eval()
+        network(torch.randn(4, 8))
+        network.train()
+
+    report = seen_of_a_step(network, [], step)
+    assert (report["forwards"], report["forwards_without_graph"]) == (1, 1)
+    network(torch.randn(4, 8))
+    assert not network._forward_pre_hooks
+
+
+def test_an_optimizer_that_is_made_in_each_step_takes_the_place_of_the_one_before():
+    network, steps = model(), Round()
+    made = [torch.optim.SGD(network.parameters(), lr=0.1) for _ in range(4)]
+    assert [steps.is_remade(each) or not steps.is_first_of(each) for each in made] == [False, False, True, True]
+    assert steps.optimizers == [made[3]]
+
+    pair = Round()  # of the same parameters, which step in turns
+    for each in made[:2]:
+        assert not pair.is_remade(each) and pair.is_first_of(each)
+    assert [pair.is_remade(each) or pair.is_first_of(each) for each in (*made[:2], *made[:2])] == 4 * [False]
+    assert pair.optimizers == made[:2]
+
+
+@pytest.mark.parametrize(
+    "tensor,is_of_model",
+    [
+        (torch.ones(3, 4, requires_grad=True) * 2, True),  # features
+        ((torch.ones(3, requires_grad=True) * 2).sum(), False),  # a loss
+        (torch.ones(3, 4), False),
+        (torch.ones(3, 4, requires_grad=True), False),  # weights
+    ],
+)
+def test_a_collective_of_activations_is_the_models(tensor, is_of_model):
+    assert activities._is_of_model(([torch.ones(3)], tensor, None)) == is_of_model
+
+
+def test_compilations_are_counted(recorder, monkeypatch):
+    from torch._dynamo import callback
+
+    for name in ("run_start_callbacks", "run_end_callbacks"):
+        monkeypatch.setattr(
+            callback.CompilationCallbackHandler, name, getattr(callback.CompilationCallbackHandler, name)
+        )
+    activities.watch_compilations(callback, recorder)
+    doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    for size in (3, 4, 4):
+        doubled(torch.ones(size))
+    assert counts(recorder) == {"compiled": 2}
+
+
 # ---- graphs that no backward uses
 
 
 def of_graphs(tmp_path: Path, step: Any) -> dict[str, int]:
     """How many nodes a step has built, and how many of them were dropped, as its trace shows it."""
+    return {name: count for name, count in of_trace(tmp_path, step).items() if "graph" in name}
+
+
+def of_trace(tmp_path: Path, step: Any) -> dict[str, int]:
+    """What is counted of a step in its trace."""
     with profile() as profiled, record_function("ProfilerStep#3"):
         step()
     path = tmp_path / "trace.json"
     profiled.export_chrome_trace(str(path))
-    return {row["name"]: row["count"] for row in analyse_trace(path).rows("activities") if "graph" in row["name"]}
+    return {row["name"]: row["count"] for row in analyse_trace(path).rows("activities")}
+
+
+def test_products_without_a_graph_are_counted(tmp_path):
+    network, x = deep(), torch.randn(4, 8)
+
+    def measures() -> None:
+        network(x).sum().backward()
+        with torch.no_grad():
+            network(x).sum()
+
+    assert of_trace(tmp_path, measures)["products without a graph"] == 8
+    assert "products without a graph" not in of_trace(tmp_path, lambda: network(x).sum().backward())
+    recomputed = of_trace(tmp_path, lambda: checkpoint(network, x, use_reentrant=False).sum().backward())
+    assert "products without a graph" not in recomputed
+
+
+def test_a_norm_that_is_a_part_of_the_loss_is_not_counted(tmp_path):
+    network, x = model(), torch.randn(4, 8)
+
+    def regularised() -> None:
+        (network(x).sum() + sum(each.norm() for each in network.parameters())).backward()
+
+    def looks_at_gradients() -> None:
+        network(x).sum().backward()
+        for each in network.parameters():
+            each.grad.norm()
+        network(x).sum().backward()  # the next node has the number that these norms have
+
+    assert "norm" not in of_trace(tmp_path, regularised)
+    assert of_trace(tmp_path, looks_at_gradients)["norm"] == 4
 
 
 def deep() -> nn.Sequential:

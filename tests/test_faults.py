@@ -25,8 +25,13 @@ MS = 1_000_000
 STEPS, PROFILED = range(26), range(8, 16)
 OBSERVED = {"threads": 1, "cores": 2, "ranks_of_a_node": 2, "parameters": 26, "optimizer": "AdamW"}
 FSDP2 = {"engine": "torch-fsdp2", "strategy": "full_shard", "world_size": 2, "job": "a.py", "precision": "fp32"}
+PLAIN = {**FSDP2, "engine": "plain", "strategy": "no_shard"}
 DDP = {**FSDP2, "engine": "torch-ddp", "strategy": "no_shard"}
 GRAPHS = {"graph": (100, 40 * MS, 0), "dropped graph": (50, 20 * MS, 0)}
+NOTHING = {"updates_nothing": True, "has_model": True}
+OUTSIDE = {"outside_parameters": 3, "outside_bytes": 4_000_000}
+IDLE = {"idle_gradient_bytes": 8_000_000}
+BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
 SHARDED: list[Call] = [
     *(("all_gather", f"blocks.{block}", phase, 2_000_000) for phase in ("forward", "backward") for block in range(4)),
@@ -76,8 +81,8 @@ def job(
         for rank in ranks for step in PROFILED
     ]  # fmt: skip
     steps = [
-        {"rank": rank, "step": step, "loss": 1.0, "step_time_s": 0.1, "tokens": None, "loading_s": 0.0,
-         "cpu_s": cpu_s[rank], "core_wait_s": None}
+        {"rank": rank, "step": step, "loss": 2.0 - 0.01 * step + 0.001 * rank, "step_time_s": 0.1, "tokens": None,
+         "loading_s": 0.0, "cpu_s": cpu_s[rank], "core_wait_s": None}
         for rank in ranks for step in STEPS
     ]  # fmt: skip
     done = [
@@ -132,7 +137,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("own_collectives", "1 broadcast of 2.00 MB", "the broadcast out", {"own_broadcast": (1, MS, 2_000_000)}),
         ("evaluation", "An evaluation in each step takes 40.0 ms", "Evaluate every", {"evaluation": (1, 40 * MS, 0)}),
         ("state_dict", "1 call of torch.save", "Save every", {"saving": (1, 20 * MS, 0)}),
-        ("state_dict", "26 calls of full_tensor", "Save every", {"full_tensor": (26, 20 * MS, 0)}),
+        ("gathered_whole", "26 calls of full_tensor", "to_local()", {"full_tensor": (26, 20 * MS, 0)}),
         ("garbage_collection", "garbage collector", "gc.collect()", {"garbage_collection": (3, 50 * MS, 0)}),
         ("clipped_apart", "26 norms", "clip_grad_norm_(model.parameters()", {"clipping": (26, 5 * MS, 0)}),
         ("reads", "reads 40 numbers", ".item()", {"read": (41, MS, 0), "backward": (1, 30 * MS, 0)}),
@@ -149,6 +154,16 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("dropped_graph", "50 of the 100 nodes", "torch.no_grad()", GRAPHS),
         ("in_eval_mode", "Dropout (4)", "model.train()", {"observed": {"asleep": {"Dropout": 4}}}),
         ("anomaly_mode", "anomaly detection", "set_detect_anomaly", {"observed": {"anomaly_mode": True}}),
+        ("updates_nothing", "zero before the step", "after optimizer.step()", {"observed": NOTHING}),
+        ("updates_nothing", "no module has these", "after the model", {"observed": {**NOTHING, "has_model": False}}),
+        ("not_reduced", "No gradient is reduced", "set_requires_gradient_sync(True)", {"calls": SHARDED[:8]}),
+        ("outside_units", "3 parameters (4.00 MB) are outside", "fully_shard(model)", {"observed": OUTSIDE}),
+        ("compiled_anew", "compiles anew once in each step", "dynamic=True", {"compiled": (1, 50 * MS, 0)}),
+        ("gathered_whole", "1 call of summon_full_params", "on the shards", {"summoned": (1, 20 * MS, 0)}),
+        ("remade_optimizer", "(AdamW) is made anew", "once, before the loop", {"optimizer made": (1, 0, 0)}),
+        ("never_zeroed", "never set to zero", "zero_grad()", {"observed": {**KEPT, "never_zeroed": True}}),
+        ("not_stepped", "Gradients of 8.00 MB", "requires_grad_(False)", {"observed": IDLE}),
+        ("bound_together", "bound to 1 core of the machine's 8", "taskset", {"observed": BOUND}),
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
@@ -214,6 +229,98 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
     assert faults(job(tmp_path, **given)) == []
 
 
+@pytest.mark.parametrize(
+    "spec,given",
+    [
+        (FSDP2, {"observed": IDLE | {"idle_gradient_bytes": 1_000_000}}),
+        (FSDP2, {"observed": {"cores": 2, "cores_of_the_machine": 64}}),
+        (DDP, {"calls": [], "observed": {"has_comm_hook": True}}),
+        (PLAIN, {"calls": [], "observed": {"has_model": True}, "own_all_reduce": (1, MS, 4_000_000)}),
+        (PLAIN, {"calls": [("send", "", "forward", 4_000)], "observed": {"has_model": True}}),
+        (FSDP2, {"own_all_gather": (2, MS, 80_000)}),  # features of a contrastive loss
+        (DDP, {"calls": REPLICATED, "read": (35, MS, 0), "observed": UNUSED | {"unused_parameters": 6}}),
+    ],
+)
+def test_what_looks_like_a_wrong_training_is_no_fault(spec, given, tmp_path):
+    assert [each.title for each in faults(job(tmp_path, spec, **{"calls": SHARDED, **given}))] == []
+
+
+def test_parameters_outside_of_units_may_be_reduced_by_the_loop(tmp_path):
+    record = job(tmp_path, observed=OUTSIDE, own_all_reduce=(3, MS, 3_000_000))
+    assert [each.kind for each in faults(record)] == ["own_collectives"]
+
+
+@pytest.mark.parametrize(
+    "kind,says,given",
+    [
+        (
+            "forwards_without_graph", "(1 forward): products take 20.0 ms (20 %)",
+            {"observed": {"forwards": 1, "forwards_without_graph": 1}, "products without a graph": (17, 20 * MS, 0)},
+        ),
+        ("many_forwards", "runs 8 times for each backward", {"observed": {"forwards": 8}, "backward": (1, 30 * MS, 0)}),
+    ],
+)  # fmt: skip
+def test_forwards_that_a_loss_may_need_are_said_first_and_not_accused(kind, says, given, tmp_path):
+    told = findings(job(tmp_path, **given))[0]
+    assert (told.kind, told.is_fault) == (kind, False) and says in told.title
+    few = {"observed": {"forwards": 3}, "products without a graph": (17, 20 * MS, 0), "backward": (1, 30 * MS, 0)}
+    assert not any(each.kind == kind for each in findings(job(tmp_path, **few)))
+
+
+def test_ranks_that_exchange_nothing_are_named(tmp_path):
+    found = only(job(tmp_path, PLAIN, [], {"has_model": True}))
+    assert "each trains a model of its own" in found.title and "DistributedDataParallel(model)" in found.remedy
+    found = only(job(tmp_path, DDP, []))
+    assert "No gradient is reduced" in found.title and "model.module(x)" in found.remedy
+
+
+def test_gradients_that_a_loop_reduces_one_by_one_are_named(tmp_path):
+    reduced = {"own_all_reduce": (26, 20 * MS, 26 * 80_000)}
+    found = only(job(tmp_path, PLAIN, 26 * [("all_reduce", "", "backward", 80_000)], **reduced))
+    assert "26 all_reduce of 80.0 kB, 20.0 ms" in found.title and "DistributedDataParallel(model)" in found.remedy
+    few = {"own_all_reduce": (2, 20 * MS, 26 * 80_000)}
+    assert faults(job(tmp_path, PLAIN, 2 * [("all_reduce", "", "backward", 1_000_000)], **few)) == []
+
+
+def test_a_wrong_training_comes_before_what_costs_time(tmp_path):
+    record = job(tmp_path, observed=NOTHING, saving=(1, 50 * MS, 0))
+    assert [each.kind for each in faults(record)] == ["updates_nothing", "state_dict"]
+
+
+def losing(record: RunRecord, loss: Callable[[int, int], float]) -> RunRecord:
+    """The ranks have these losses, by rank and step."""
+    for each in record.table("steps"):
+        each["loss"] = loss(each["rank"], each["step"])
+    return record
+
+
+def test_ranks_that_train_on_the_same_data_are_named(tmp_path):
+    def same(rank: int, step: int) -> float:
+        return 2.0 - 0.01 * step
+
+    found = only(losing(job(tmp_path, DDP, REPLICATED), same))
+    assert "All 2 ranks train on the same data" in found.title and "DistributedSampler" in found.remedy
+    averaged = job(tmp_path, DDP, [*REPLICATED, ("all_reduce", "", "forward", 4)])
+    constant = losing(job(tmp_path, DDP, REPLICATED), lambda rank, step: 1.0)
+    in_most_steps = losing(job(tmp_path, DDP, REPLICATED), lambda rank, step: same(rank, step) + (step == 5) * rank)
+    for record in (losing(averaged, same), constant, in_most_steps, losing(job(tmp_path, PLAIN, REPLICATED), same)):
+        assert faults(record) == []
+
+
+@pytest.mark.parametrize("begin_ms,is_named", [(60, True), (0, False)])
+def test_a_last_micro_batch_that_is_not_reduced_is_named(begin_ms, is_named, tmp_path):
+    """Reductions end 1 ms after a step's begin; the last backward begins later, or before."""
+    record = job(tmp_path, DDP, REPLICATED, backward=(4, 30 * MS, 0))
+    rows = []
+    for step in PROFILED:
+        for phase, begin in (("forward", 0), ("backward", begin_ms), ("forward", 90)):
+            start = step * 100 * MS + begin * MS + (phase == "backward")
+            rows.append({"rank": 0, "step": step, "lane": "compute", "phase": phase, "start_ns": start})
+    record.tables["timeline"] = rows
+    found = [each.kind for each in faults(record)]
+    assert found == (["reduced_early"] if is_named else [])
+
+
 def test_a_loss_that_is_read_in_each_micro_batch_is_named(tmp_path):
     found = only(job(tmp_path, read=(8, MS, 0), backward=(4, 30 * MS, 0)))
     assert found.kind == "reads" and "reads 4 numbers" in found.title
@@ -252,7 +359,8 @@ def test_memory_that_grows_in_each_step_is_named(tmp_path):
     once = holds(job(tmp_path, **given), lambda step: 500_000_000 if step < 20 else 700_000_000)
     little = holds(job(tmp_path, **given), lambda step: 500_000_000 + 100_000 * step)
     profiled = holds(job(tmp_path, **given), lambda step: 500_000_000 + 12_000_000 * min(step, 16))
-    for record in (once, little, profiled):
+    slower = holds(job(tmp_path, **given), lambda step: 600_000_000 - round(400_000_000 * 0.7 ** (step - 8)))
+    for record in (once, little, profiled, slower):
         assert faults(record) == []
 
 

@@ -19,6 +19,7 @@ from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTE
 from fsdplab.profiling.rules import Fact, Rule, fault_rule
 from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
 from fsdplab.profiling.step_summary import ExposedCell
+from fsdplab.profiling.training_faults import REDUCTIONS, TRAINS_WRONGLY
 from fsdplab.records import PARTS_OF_EXPOSED
 from fsdplab.records.tables import Row
 
@@ -28,7 +29,8 @@ USUAL_BUCKET = 25 * 2**20
 FIRST_BUCKET = 2**20  # PyTorch's first bucket is of 1 MiB, so that its all-reduce begins early
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
-REDUCTIONS = ("reduce_scatter", "all_reduce")
+# what a loss may need of other ranks, where reductions and broadcasts in a loop are of figures, flags or weights
+_GATHERS = ("all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "reduce_scatter_tensor")
 Cells = Callable[[ExposedCell], bool]
 
 
@@ -66,6 +68,19 @@ def _own(facts: StepFacts) -> dict[str, Activity]:
     return {name: activity for name, activity in own.items() if activity.regular > REGULAR}
 
 
+def _needless(facts: StepFacts) -> dict[str, Activity]:
+    """The collectives of the loop's own that training does not need, without the gradients of a job that has no engine:
+    it reduces them itself, in large messages; small ones are of something else.
+    """
+    needless = {}
+    for name, activity in _own(facts).items():
+        is_large = activity.nbytes > SMALL_BYTES * activity.count
+        may_be_needed = facts.spec.get("engine") == "plain" or name.removeprefix("own ") in _GATHERS
+        if not (is_large and may_be_needed):
+            needless[name] = activity
+    return needless
+
+
 def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
     """Claim a part of all exposed time of some collectives."""
     claims: list[Claim] = []
@@ -100,11 +115,8 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Claim collectives of the loop's own in each step, without the gradients of a job that has no engine."""
-    own = _own(facts)
-    if facts.spec.get("engine") == "plain":
-        # such a job reduces its gradients itself, in large messages; small ones are of something else
-        own = {name: activity for name, activity in own.items() if activity.nbytes <= SMALL_BYTES * activity.count}
+    """Claim collectives of the loop's own in each step."""
+    own = _needless(facts)
     if not own:
         return None
     longest = max(own, key=lambda name: own[name].seconds)
@@ -148,7 +160,7 @@ def _in_words(name: str, activity: Activity) -> str:
 
 def _without_own(facts: StepFacts) -> str:
     """What to do instead, by what the loop calls."""
-    own = {name.removeprefix("own "): activity for name, activity in _own(facts).items()}
+    own = {name.removeprefix("own "): activity for name, activity in _needless(facts).items()}
     ways = []
     if any("barrier" in name for name in own):
         ways.append("Take the barrier out: a collective waits for its ranks by itself, and nothing else needs one.")
@@ -165,6 +177,23 @@ def _without_own(facts: StepFacts) -> str:
             " this one (async_op=True, read a step later) where somebody looks at them."
         )
     return " ".join(ways)
+
+
+def _reduced_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Claim the reductions of a job without an engine that reduces its gradients one parameter after the other."""
+    reduced = _own(facts).get("own all_reduce")
+    parameters = facts.observed.get("parameters") or 0
+    if facts.spec.get("engine") != "plain" or reduced is None:
+        return None
+    if reduced.count < max(MANY, 0.5 * parameters):
+        return None
+    cost = _claim_own(left, {"all_reduce"}, reduced.seconds)
+    values = {
+        "count": round(reduced.count),
+        "size": size(reduced.nbytes / reduced.count),
+        "blocked": seconds(reduced.seconds),
+    }
+    return Fact(kind, cost or reduced.seconds, "exposed" if cost else "step", rank=reduced.rank, values=values)
 
 
 def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -314,6 +343,7 @@ def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
 
 FAULTS = (
+    *TRAINS_WRONGLY,
     *LOOP_FAULTS,
     fault_rule(
         "own_collectives",
@@ -321,7 +351,15 @@ FAULTS = (
         "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
         "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
         _without_own,
-        unless=["evaluation", "state_dict", "garbage_collection"],
+        unless=["evaluation", "state_dict", "gathered_whole", "garbage_collection"],
+    ),
+    fault_rule(
+        "reduced_apart",
+        _reduced_apart,
+        "Gradients are reduced one parameter after the other: {count} all_reduce of {size}, {blocked} of each step",
+        "Nothing computes meanwhile, since they begin when the backward has ended, and each pays latency of its own.",
+        "Let DistributedDataParallel(model) do it: it sends them in buckets while the backward goes on.",
+        unless=["own_collectives"],
     ),
     fault_rule(
         "reduced_often",
@@ -394,7 +432,7 @@ FAULTS = (
         "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
         "They are gathered once a step instead of twice; their memory is needed for as long.",
         lambda facts: f"To lower the peak: {facts.words['reshard']}.",
-        unless=["one_unit"],
+        unless=["one_unit", "outside_units"],
     ),
     # what FSDP2 does unless it is told otherwise is no fault
     Rule(
@@ -404,6 +442,6 @@ FAULTS = (
         " ({share})",
         "Between CPU ranks fully_shard gathers ahead in the backward, and in the forward only where it is told to.",
         lambda facts: facts.words["gather_ahead"],
-        unless=("one_unit", "small_units"),
+        unless=("one_unit", "small_units", "outside_units", "many_forwards", "forwards_without_graph"),
     ),
 )

@@ -25,6 +25,7 @@ from fsdplab.profiling.causes.waiting import LATE_RANKS, WAITING
 from fsdplab.profiling.faults import CHOICES, FAULTS
 from fsdplab.profiling.rules import FEWER_RANKS, WORTH_SAYING, Fact, Finding, Rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed, step_facts
+from fsdplab.profiling.training_faults import WRONG
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.summary import core_sentence
 
@@ -138,8 +139,14 @@ def _worth_saying(facts: StepFacts, claimed: Sequence[Finding]) -> list[Finding]
 
 
 def _faults_in_order(faults: Sequence[Finding]) -> list[Finding]:
-    """Costliest first; last what is a choice between time and memory, which its owner may have made."""
-    return sorted(faults, key=lambda finding: (not finding.is_fault, finding.kind in CHOICES, -finding.seconds))
+    """What trains the wrong thing first, then costliest first; last what is a choice between time and memory, which its
+    owner may have made.
+    """
+
+    def place(finding: Finding) -> tuple[bool, bool, bool, float]:
+        return not finding.is_fault, finding.kind not in WRONG, finding.kind in CHOICES, -finding.seconds
+
+    return sorted(faults, key=place)
 
 
 def _parts_in_order(parts: Sequence[Finding]) -> list[Finding]:

@@ -13,13 +13,14 @@ from operator import itemgetter
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
-from fsdplab.profiling.rules import Fact, fault_rule
+from fsdplab.profiling.rules import WORTH_SAYING, Fact, Rule, fault_rule
 from fsdplab.profiling.step_facts import Activity, StepFacts, Unclaimed, ahead, beside, by_rank
 
 REGULAR = 0.5  # part of the steps from which on something is done in each step
 MANY = 8  # calls, collectives or parameters below which nothing is called many
 SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
 NORMS_OF_CLIPPING = 2  # single norms that a call of clip_grad_norm_ takes: of the list of norms, and of sharded ones
+MANY_FORWARDS = 4  # of a model for each backward; a contrastive loss or one of preferences takes two or three
 MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many
 SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
@@ -29,6 +30,7 @@ ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves r
 DROPPED = 0.2  # part of a step's nodes of graphs, and of their time, that no backward uses: then a forward is dropped
 GROWING = 0.9  # part of the steps in which memory grows
 GROWN = 0.02  # part of the peak by which it has grown in all
+STEADY = 0.3  # part of that which the later half of the steps has at least
 GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatters
 
 
@@ -83,9 +85,17 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
     return claims
 
 
+def _gathered_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report tensors that a loop gathers whole where it neither saves them nor asks for a state dict."""
+    if _in_most_steps(facts, "saving") or _in_most_steps(facts, "state_dict"):
+        return None
+    return _done_each_step("full_tensor", "summoned")(kind, facts, left)
+
+
 _CALLED = {
     "state_dict": "state_dict",
     "full_tensor": "full_tensor",
+    "summoned": "summon_full_params",
     "saving": "torch.save",
     "evaluation": "eval",
     "garbage_collection": "gc.collect",
@@ -93,6 +103,7 @@ _CALLED = {
     "cache emptied": "torch.cuda.empty_cache",
     "loader begun": "iter(loader)",
     "clipped again": "clip_grad_norm_",
+    "compiled": "the compiler",
 }
 
 
@@ -108,7 +119,9 @@ def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if facts.spec.get("trainer") == "Trainer":
         others += times  # what it checks of each loss
     if facts.observed.get("find_unused_parameters"):
-        others += times * (facts.observed.get("parameters") or 0)  # DDP's map of what was used
+        # DDP's map of what was used, and those again that were not
+        unused = facts.observed.get("unused_parameters") or 0
+        others += times * ((facts.observed.get("parameters") or 0) + unused)
     # of the steps that read at all
     count = round(reads.count / reads.regular) - others
     many = MANY_READS if times == 1 else max(MANY_READS - 1, times)
@@ -167,6 +180,25 @@ def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, dropped.seconds, "step", rank=dropped.rank, values=values)
 
 
+def _forwards_without_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report forwards of the model that is trained, while it trains, under torch.no_grad in each step."""
+    count = facts.observed.get("forwards_without_graph")
+    products = _in_most_steps(facts, "products without a graph")
+    if not count or products is None or products.seconds < WORTH_SAYING * facts.step_s:
+        return None
+    values = {"count": plural(count, "forward"), "products": round(products.count)}
+    return Fact(kind, products.seconds, "step", rank=products.rank, values=values)
+
+
+def _many_forwards(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report a model that runs many times for each backward, as for one sample after the other."""
+    forwards = facts.observed.get("forwards") or 0
+    times = forwards / micro_batches(facts)
+    if times < MANY_FORWARDS:
+        return None
+    return Fact(kind, 0.0, "step", values={"times": round(times)})
+
+
 def _idle_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report an optimizer that steps again although no backward was called since its last step."""
     backward = facts.activities.get("backward")
@@ -214,7 +246,10 @@ def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         growing_steps = sum(growth > 0 for growth in more)
         if len(more) < MANY or growing_steps < GROWING * len(more):
             continue
-        if held[-1] - held[0] < max(GROWN_BYTES, GROWN * peak):
+        grown = held[-1] - held[0]
+        # what is kept for good grows as much in the later steps as in the first ones
+        grown_later = held[-1] - held[len(held) // 2]
+        if grown < max(GROWN_BYTES, GROWN * peak) or grown_later < STEADY * grown:
             continue
         values = {
             "more": size(statistics.median(more)),
@@ -254,6 +289,17 @@ def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
         "cores": plural(cores, "core"),
         "fewer": max(1, cores // max(1, ranks)),
     }
+    return Fact(kind, 0.0, "machine", values=values)
+
+
+def _bound_together(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report ranks that are bound to fewer cores than they are, on a machine that has more."""
+    cores = int(facts.observed.get("cores") or 0)
+    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
+    machine = int(facts.observed.get("cores_of_the_machine") or 0)
+    if not cores or cores >= min(ranks, machine):
+        return None
+    values = {"ranks": ranks, "cores": plural(cores, "core"), "machine": machine}
     return Fact(kind, 0.0, "machine", values=values)
 
 
@@ -352,11 +398,28 @@ LOOP_FAULTS = (
         "{evaluate_less}",
     ),
     fault_rule(
+        "gathered_whole",
+        _gathered_whole,
+        "Whole tensors are gathered in each step: {calls}, {took} of each step",
+        "Each is an all-gather of its own, and is in memory as a whole on every rank.",
+        "Compute on the shards: norms and sums of DTensors need no full_tensor, and to_local() gives a rank's own part;"
+        " or do it every hundredth step. {save_less}",
+    ),
+    fault_rule(
         "state_dict",
         _done_each_step("saving", "state_dict", "full_tensor"),
         "The model's state is gathered or saved in each step: {calls}, {took} of each step",
         "A state dict of sharded parameters that is asked for as a whole gathers all of them.",
         "{save_less}",
+        unless=["gathered_whole"],
+    ),
+    fault_rule(
+        "compiled_anew",
+        _done_each_step("compiled"),
+        "torch.compile compiles anew {times} in each step, which takes {took}",
+        "What is compiled depends on something that changes: a shape, a number, a function that is made in the loop.",
+        "TORCH_LOGS=recompiles says what changed. Call torch.compile once, before the loop; for lengths that differ"
+        " take dynamic=True, or pad them to a few; make numbers that change tensors.",
     ),
     fault_rule(
         "garbage_collection",
@@ -365,6 +428,7 @@ LOOP_FAULTS = (
         "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
         "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
         " what stays anyway.",
+        unless=["compiled_anew"],
     ),
     fault_rule(
         "deep_copy",
@@ -373,7 +437,7 @@ LOOP_FAULTS = (
         "A copy allocates everything anew, hooks and buffers too.",
         "Keep one copy, and average into it in place: torch.optim.swa_utils.AveragedModel, or torch._foreach_lerp_ of"
         " both lists of parameters under torch.no_grad().",
-        unless=["state_dict"],
+        unless=["state_dict", "compiled_anew"],
     ),
     fault_rule(
         "emptied_cache",
@@ -390,6 +454,24 @@ LOOP_FAULTS = (
         "Put with torch.no_grad() around what is not trained (a validation loss, metrics, an average of the weights),"
         " and compute it every hundredth step.",
         unless=["evaluation"],
+    ),
+    # a loss may need both of the next two: who owns the job knows
+    Rule(
+        "forwards_without_graph",
+        _forwards_without_graph,
+        "The model that is trained also runs without a graph in each step ({count}): products take {seconds} ({share})",
+        "{products} products of matrices a step are computed under torch.no_grad().",
+        "If that is for metrics, take them from the output of the forward that is trained (output.detach()), or every"
+        " hundredth step. If the loss needs it, it is no fault.",
+        unless=("evaluation",),
+    ),
+    Rule(
+        "many_forwards",
+        _many_forwards,
+        "The model runs {times} times for each backward",
+        "Each forward of a sharded model gathers all units anew, and small batches take as long as larger ones.",
+        "Put the samples into one batch (padded, or packed into one sequence), and call the model once; or call"
+        " backward after each, with the reduction in the last one.",
     ),
     fault_rule(
         "idle_steps",
@@ -449,7 +531,7 @@ LOOP_FAULTS = (
         "Norms are taken one parameter after the other: {count} a step of {parameters} parameters",
         "Each is an operator (or several) of its own, and of a sharded tensor a collective.",
         "Take them every hundredth step, and all at once: torch.nn.utils.get_total_norm, or torch._foreach_norm.",
-        unless=["clipped_apart"],
+        unless=["clipped_apart", "gathered_whole"],
     ),
     fault_rule(
         "read_whole",
@@ -457,7 +539,7 @@ LOOP_FAULTS = (
         "The host reads {count} tensors whole in each step (.numpy(), .tolist()), as histograms do",
         "Each read waits until all that was queued on the device is done, and copies the tensor.",
         "Take statistics of tensors every hundredth step, and on the device (torch.histc, quantile, norms).",
-        unless=["evaluation", "state_dict"],
+        unless=["evaluation", "state_dict", "gathered_whole"],
     ),
     fault_rule(
         "reads",
@@ -466,7 +548,7 @@ LOOP_FAULTS = (
         "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",
         "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
         " every hundredth step.",
-        unless=["evaluation", "state_dict", "anomaly_mode"],
+        unless=["evaluation", "state_dict", "gathered_whole", "anomaly_mode"],
     ),
     fault_rule(
         "looping_optimizer",
@@ -484,11 +566,20 @@ LOOP_FAULTS = (
         "{recompute_less}",
     ),
     fault_rule(
+        "bound_together",
+        _bound_together,
+        "{ranks} ranks are bound to {cores} of the machine's {machine}: they take turns on it",
+        "Each rank's affinity allows it no other core.",
+        "Bind each rank to cores of its own, or none: look for taskset, numactl, sched_setaffinity and KMP_AFFINITY or"
+        " GOMP_CPU_AFFINITY where the job is started, and at the cores that its container or Slurm step was given.",
+    ),
+    fault_rule(
         "threads",
         _too_many_threads,
         "{ranks} ranks with {threads} threads each compute on {cores}: threads wait for each other's cores",
         "Threads that compute side by side are as slow as the one that has no core.",
         "Fewer threads: OMP_NUM_THREADS={fewer}, or torch.set_num_threads({fewer}) in each rank.",
+        unless=["bound_together"],
     ),
     fault_rule(
         "kept_gradients",
@@ -496,5 +587,6 @@ LOOP_FAULTS = (
         "Gradients of the step before are kept through the forward: {kept} of a peak of {peak} ({part})",
         "They are there when the first backward begins, although it does not add to them.",
         "optimizer.zero_grad(set_to_none=True), the default, right after the optimizer's step.",
+        unless=["never_zeroed"],
     ),
 )

@@ -126,7 +126,10 @@ _DDP = {
     "shard_state": "shard it: ZeroRedundancyOptimizer, or fully_shard instead of DistributedDataParallel",
     "shard_more": "shard them: fully_shard instead of DistributedDataParallel",
     "smaller_units": "DistributedDataParallel(gradient_as_bucket_view=True), which keeps no second copy of gradients",
-    "reduce_once": "Reduce once: `with model.no_sync():` around all micro-batches but the last.",
+    "reduce_once": (
+        "Reduce once: `with model.no_sync():` around the forward and the backward of all micro-batches but the last"
+        " (around the backward alone it does nothing)."
+    ),
 }
 _DEEPSPEED = {
     **_TORCH,

@@ -10,6 +10,8 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `garbage_collection` | collections of the oldest generation |
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
+| `compiled` | compilations of torch.compile |
+| `summoned` | entries of FSDP1's `summon_full_params` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
 | `clipped again` | those of them whose parameters were clipped in this step already |
 | `deep copy` | modules that `copy.deepcopy` copies |
@@ -20,6 +22,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
 | `backward` | calls of `Tensor.backward` |
+| `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 
 Once the recording has ended the wrappers pass everything on. Under torch.compile they always do.
@@ -32,7 +35,8 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +105,47 @@ def watch_state_dicts(module: Any, recorder: RankRecorder) -> None:
 def watch_tensors(module: Any, recorder: RankRecorder) -> None:
     """Wrap `DTensor.full_tensor` of torch.distributed.tensor._api, which was just imported."""
     _wrap(module.DTensor, "full_tensor", "full_tensor", recorder)
+
+
+def watch_fsdp1(module: Any, recorder: RankRecorder) -> None:
+    """Count entries of `summon_full_params` of torch.distributed.fsdp.fully_sharded_data_parallel, just imported."""
+    summon = module.FullyShardedDataParallel.summon_full_params
+
+    @functools.wraps(summon)
+    @contextmanager
+    def noting(*args: Any, **kwargs: Any) -> Iterator[None]:
+        counts = not recorder.done and recorder.taken.may_begin()
+        began = time.perf_counter_ns()
+        with summon(*args, **kwargs):
+            if counts:
+                recorder.taken.note("summoned", time.perf_counter_ns() - began)
+            yield
+
+    module.FullyShardedDataParallel.summon_full_params = staticmethod(noting)
+
+
+def watch_compilations(module: Any, recorder: RankRecorder) -> None:
+    """Count compilations, by the callbacks of torch._dynamo.callback, which was just imported.
+
+    `torch._dynamo.reset` clears what is registered with it, and not these methods.
+    """
+    handler = module.CompilationCallbackHandler
+    start, end = handler.run_start_callbacks, handler.run_end_callbacks
+    began = time.perf_counter_ns()
+
+    @functools.wraps(start)
+    def starting(*args: Any) -> None:
+        nonlocal began
+        began = time.perf_counter_ns()
+        start(*args)
+
+    @functools.wraps(end)
+    def ending(*args: Any) -> None:
+        if not recorder.done:
+            recorder.taken.note("compiled", time.perf_counter_ns() - began)
+        end(*args)
+
+    handler.run_start_callbacks, handler.run_end_callbacks = starting, ending
 
 
 def _wrap(owner: Any, attribute: str, name: str, recorder: RankRecorder) -> None:
@@ -195,10 +240,12 @@ def _watch_collectives(recorder: RankRecorder) -> None:
 
 
 def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder) -> Callable[..., Any]:
-    """`function`, a collective, whose calls are counted with their bytes unless an engine makes them.
+    """`function`, a collective, whose calls are counted with their bytes unless an engine or the model makes them.
 
-    In a backward what does not wait is an engine's too: hooks of gradients and of buckets call it.
+    In a backward all but a barrier is an engine's or the model's: hooks of gradients and of buckets call it, and
+    backwards of operators that communicate.
     """
+    is_barrier = "barrier" in name
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +253,8 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
             return function(*args, **kwargs)
         # the module of the line that calls the collective
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if caller.startswith(_ENGINES) or (recorder.is_in_backward and kwargs.get("async_op")):
+        is_of_engine = caller.startswith(_ENGINES) or (recorder.is_in_backward and not is_barrier)
+        if is_of_engine or _is_of_model(args):
             return function(*args, **kwargs)
         began = time.perf_counter_ns()
         try:
@@ -215,6 +263,14 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
             recorder.taken.note(name, time.perf_counter_ns() - began, _bytes_of(args))
 
     return wrapper
+
+
+def _is_of_model(args: tuple[Any, ...]) -> bool:
+    """Return whether a collective moves activations: the features of a contrastive loss, a mixture of experts' tokens,
+    parts of a product. A figure that is logged is a scalar, or has no graph.
+    """
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    return any(each.requires_grad and not each.is_leaf and each.numel() > 1 for each in tensors)
 
 
 def _bytes_of(args: tuple[Any, ...]) -> int:

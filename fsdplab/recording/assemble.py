@@ -162,7 +162,19 @@ def _observed(results: Mapping[int, Row]) -> Row:
         if waits:
             mean_waits[str(rank)] = statistics.fmean(waits)
     observed: Row = _any(results).get("observed", {})
-    return observed | {"core_wait_s": mean_waits}
+    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits}
+
+
+def _cores_of_a_node(results: Mapping[int, Row]) -> int:
+    """Count the cores that the ranks of the first node may use together: each may be bound to some of its own."""
+    numbers: set[int] = set()
+    first = min(results, default=0)
+    for rank, result in results.items():
+        observed = result.get("observed", {})
+        ranks = observed.get("ranks_of_a_node") or 1
+        if rank // ranks == first // ranks:
+            numbers.update(observed.get("core_numbers", ()))
+    return len(numbers)
 
 
 def _summary(

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from fsdplab.profiling.core_waits import thread_waited_ns
-from fsdplab.recording.activities import watch, watch_recomputation, watch_state_dicts, watch_tensors
+from fsdplab.recording.activities import (
+    watch,
+    watch_compilations,
+    watch_fsdp1,
+    watch_recomputation,
+    watch_state_dicts,
+    watch_tensors,
+)
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.settings import Settings
 
@@ -43,7 +50,7 @@ def _hook_optimizers(module: ModuleType, recorder: RankRecorder) -> None:
     profiled = module.Optimizer.profile_hook_step
 
     def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-        return ends_a_step(profiled(step), recorder, lambda optimizer, *_: optimizer)
+        return ends_a_step(profiled(step), recorder, lambda optimizer, *_: recorder.stepping(optimizer))
 
     module.Optimizer.profile_hook_step = staticmethod(profile_hook_step)
     hook_losses(recorder)
@@ -223,6 +230,8 @@ _COUNTED_IN: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
     "torch.utils.checkpoint": watch_recomputation,
     "torch.distributed.checkpoint.state_dict": watch_state_dicts,
     "torch.distributed.tensor._api": watch_tensors,
+    "torch.distributed.fsdp.fully_sharded_data_parallel": watch_fsdp1,
+    "torch._dynamo.callback": watch_compilations,
 }
 _OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
     **_COUNTED_IN,

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdplab.recording.gradients import Gradients, local_bytes
 from fsdplab.recording.rows import Place
-from fsdplab.recording.subject import all_holding_state, fsdp2_units, parameters_of
+from fsdplab.recording.subject import all_holding_state, fsdp2_units
 
 _MOST_BUFFER_BYTES = 100_000_000  # buffers that are larger are not compared
 
@@ -26,45 +27,54 @@ class Observed:
         self._model = model
         self._optimizers = optimizers
         self._place = place
+        self.gradients = Gradients(model, optimizers)
         self._buffers: list[torch.Tensor] = []  # copies of their values before the step
-        self._kept_gradient_bytes: int | None = None
-        self._unused = 0  # parameters without a gradient
-        self._asleep: dict[str, int] = {}  # layers that evaluate while the model is trained, by class
+        self._asleep: dict[str, int] | None = None  # layers that evaluate while the model is trained, by class
         self._has_anomaly_mode = False
+        self._forwards = Counter[bool]()  # of the model while it trains, by whether they build a graph
+        self._hook: Any = None
 
     def begin(self) -> None:
-        """Copy the values of buffers that DDP sends in each forward, before the step."""
+        """Count forwards from now on, and copy the values of buffers that DDP sends in each of them."""
+        # a hook would have a compiled model compiled again
+        if not _is_compiled(self._model):
+            self._hook = self._model.register_forward_pre_hook(self._forward)
         buffers = list(self._model.buffers())
         # an attribute of DDP alone
-        if getattr(self._model, "broadcast_buffers", False) and _bytes(buffers) <= _MOST_BUFFER_BYTES:
+        if getattr(self._model, "broadcast_buffers", False) and local_bytes(buffers) <= _MOST_BUFFER_BYTES:
             self._buffers = [buffer.detach().clone() for buffer in buffers]
 
     def before_backward(self) -> None:
-        """Count, at the first backward of the step, the gradients that are still there from the step before."""
-        if self._kept_gradient_bytes is None:
+        """Look at the modes that are set when the first backward of the step begins, and at the gradients."""
+        self.gradients.before_backward()
+        if self._asleep is None:
             self._has_anomaly_mode = torch.is_anomaly_enabled()
             # the whole model may evaluate in a step that trains it, by mistake
-            if not self._model.training:
-                self._asleep = _asleep(self._model)
-            gradients = [parameter.grad for parameter in parameters_of(self._optimizers)]
-            self._kept_gradient_bytes = _bytes(gradient for gradient in gradients if gradient is not None)
+            self._asleep = {} if self._model.training else _asleep(self._model)
+
+    def _forward(self, model: nn.Module, args: object) -> None:
+        if model.training:
+            self._forwards[torch.is_grad_enabled()] += 1
 
     def end(self) -> None:
-        """Count the parameters without a gradient, after the step."""
-        parameters = [parameter for parameter in parameters_of(self._optimizers) if parameter.requires_grad]
-        self._unused = sum(parameter.grad is None for parameter in parameters)
+        """Count no more forwards, and look at the gradients."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.gradients.end()
 
     def as_report(self, autocast: str) -> dict[str, Any]:
         """Return everything, for the rank's report."""
         return {
             "autocast": autocast,
             "threads": torch.get_num_threads(),
-            "cores": _cores(),
+            "core_numbers": _cores(),
+            "cores_of_the_machine": os.cpu_count() or 1,
             "ranks_of_a_node": self._place.of_a_node,
-            "kept_gradient_bytes": self._kept_gradient_bytes or 0,
-            "unused_parameters": self._unused,
-            "asleep": self._asleep,
+            "asleep": self._asleep or {},
             "anomaly_mode": self._has_anomaly_mode,
+            "forwards": self._forwards[True],
+            "forwards_without_graph": self._forwards[False],
+            **self.gradients.as_report(),
             **self._optimizer(),
             **self._ddp(),
             **self._fsdp2(),
@@ -79,7 +89,8 @@ class Observed:
                 loops = loops or self._loops(group)
                 # None is torch's choice, False the job's
                 is_told_to = is_told_to or group.get("foreach") is False
-                number += len(group["params"])
+                # a flat parameter of FSDP1 holds several
+                number += sum(len(getattr(parameter, "_param_infos", ())) or 1 for parameter in group["params"])
         return {
             "optimizer": ", ".join(sorted(names)),
             "optimizer_loops": loops,
@@ -105,7 +116,7 @@ class Observed:
         return {
             "find_unused_parameters": model.find_unused_parameters,
             "broadcast_buffers": model.broadcast_buffers,
-            "buffer_bytes": _bytes(buffers),
+            "buffer_bytes": local_bytes(buffers),
             "buffers_change": any(changed) or len(changed) != len(buffers),
             "bucket_bytes": int(model.bucket_bytes_cap),
             "has_comm_hook": bool(getattr(model, "_comm_hooks", ())),
@@ -118,6 +129,11 @@ class Observed:
         # the units that each one's forward gathers ahead, as `set_modules_to_forward_prefetch` sets them
         prefetched = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
         return {"prefetches_forward": any(prefetched)}
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile has the model itself, and not only something inside of it."""
+    return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _asleep(model: nn.Module) -> dict[str, int]:
@@ -134,18 +150,8 @@ def _asleep(model: nn.Module) -> dict[str, int]:
     return dict(counts)
 
 
-def _bytes(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> int:
-    """Sum the bytes of what this rank holds of some tensors."""
-    nbytes = 0
-    for tensor in tensors:
-        if hasattr(tensor, "to_local"):
-            tensor = tensor.to_local()
-        nbytes += tensor.numel() * tensor.element_size()
-    return nbytes
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
+def _cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

@@ -13,6 +13,7 @@ import atexit
 import os
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,6 +75,8 @@ class RankRecorder:
         if self.done:
             return
         try:
+            if self._round.is_remade(optimizer):
+                self.taken.note("optimizer made", 0)
             # in the first step it is not known yet which optimizer is the last
             if self._round.is_first_of(optimizer):
                 self._end_first_step()
@@ -83,6 +86,15 @@ class RankRecorder:
                 self.end_step(self._round.optimizers)
         except Exception as error:  # whatever it is: a recording may fail, its job may not
             self.give_up(f"{type(error).__name__}: {error}")
+
+    def stepping(self, optimizer: Any) -> Any:
+        """Note that an optimizer is about to step, and return it."""
+        if not torch.compiler.is_compiling() and self._window is not None:
+            try:
+                self._window.before_update(optimizer)
+            except Exception as error:  # as in `stepped`
+                self.give_up(f"{type(error).__name__}: {error}")
+        return optimizer
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """`backward` is called of this tensor."""
@@ -201,12 +213,30 @@ class RankRecorder:
 class Round:
     """The optimizers of a step, in the order in which they first stepped; all are known once one of them steps again.
 
-    The last of them ends a step.
+    The last of them ends a step. Where a third one for the same parameters steps, the loop makes it anew in each step,
+    and it takes the place of those before.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[Any] = []
         self._is_known = False
+        self._seen = weakref.WeakSet[Any]()  # all that have stepped and still live
+
+    def is_remade(self, optimizer: Any) -> bool:
+        """Return whether this optimizer was made in place of those that stepped before, whose place it has then."""
+        if any(optimizer is each for each in self.optimizers):
+            return False
+        is_new = optimizer not in self._seen
+        self._seen.add(optimizer)
+        first = _first_parameter(optimizer)
+        before = [each for each in self.optimizers if first is not None and _first_parameter(each) is first]
+        if len(before) < (1 if self._is_known else 2):
+            return False
+        # in place: whoever measures a step has this list
+        self.optimizers[:] = [each for each in self.optimizers if not any(each is old for old in before)]
+        self.optimizers.append(optimizer)
+        self._is_known = True
+        return is_new
 
     def is_first_of(self, optimizer: Any) -> bool:
         """Return whether this optimizer has not stepped before, and no other one has stepped twice."""
@@ -216,6 +246,11 @@ class Round:
         if not self._is_known:
             self.optimizers.append(optimizer)
         return not self._is_known
+
+
+def _first_parameter(optimizer: Any) -> torch.Tensor | None:
+    """The first parameter that an optimizer steps."""
+    return next(iter(parameters_of([optimizer])), None)
 
 
 def _trains(module: torch.nn.Module, optimizers: Sequence[Any]) -> bool:

@@ -227,7 +227,9 @@ def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     strategy = strategy_of.get(sharded[0].sharding_strategy.name, "hybrid_shard")
     mixed = sharded[0].mixed_precision
     dtype = mixed.param_dtype if mixed else None
-    return Subject(module, "torch-fsdp1", strategy, {"precision": _sent_in(dtype, module)})
+    # one whose parameters all belong to inner ones has no handle
+    count = sum(getattr(part, "_handle", None) is not None for part in sharded)
+    return Subject(module, "torch-fsdp1", strategy, {"precision": _sent_in(dtype, module), "unit_count": count})
 
 
 def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:

@@ -113,6 +113,11 @@ class Window:
         if self._memory is not None and self._observed is not None:
             self._observed.before_backward()
 
+    def before_update(self, optimizer: Any) -> None:
+        """Look at what is there when an optimizer is about to step."""
+        if self._memory is not None and self._observed is not None:
+            self._observed.gradients.before_update(optimizer)
+
     def drop(self, why: str) -> None:
         """Measure nothing more, for a reason that is noted; nothing is said where nothing is being measured."""
         # our own profiler calls the same hook when it starts

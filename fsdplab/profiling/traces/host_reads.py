@@ -2,10 +2,11 @@
 single tensors, and graphs that no backward uses.
 
 `.item()`, `bool(tensor)` and printing a tensor read a number: on a GPU the host then waits for all that it has queued.
-Norms of single tensors are those that no operator on a list of tensors takes. What an optimizer does so is its own.
+Norms of single tensors are those that no operator on a list of tensors takes, and no backward uses: a norm that is a
+part of the loss is needed. What an optimizer does so is its own.
 Each node of a graph that a forward builds has a number, and the backward that uses it the same one: many numbers in a
 row that no backward has are of a graph that was built and dropped. What is computed inside a backward is recomputed,
-and builds no graph of its own.
+and builds no graph of its own. An operator has no number where torch.no_grad() is around it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from fsdplab.profiling.traces.events import Events, Window
 COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector_norm", "aten::norm")}
 _OF_A_LIST = ("aten::_foreach_norm",)
 NODES, DROPPED = "graph", "dropped graph"  # the nodes of a step's graphs, and those of them that no backward uses
-NAMES = (*COUNTED, NODES, DROPPED)
+NO_GRAPH = "products without a graph"  # of matrices, outside of the optimizer and of any backward
+NAMES = (*COUNTED, NODES, DROPPED, NO_GRAPH)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
 # A forward that is dropped drops its nodes one after the other; a check after each layer drops one or two in between.
 IN_A_ROW = 8
 
@@ -42,11 +45,13 @@ class HostReads:
         lists = events.spans_of(_rows_named(events, _OF_A_LIST))
         not_counted = union(pairs(optimizer), lists)
 
+        self._graphs = _Graphs(events)
         self._rows: dict[str, np.ndarray] = {}  # of each name: its operators, as rows of the events
         for name, operators in COUNTED.items():
             rows = _rows_named(events, operators)
-            self._rows[name] = _outside(events, rows, not_counted)
-        self._graphs = _Graphs(events)
+            of_no_loss = rows[~np.isin(rows, self._graphs.trained)]
+            self._rows[name] = _outside(events, of_no_loss, not_counted)
+        self._rows[NO_GRAPH] = _outside(events, self._graphs.products_outside, union(pairs(optimizer)))
 
     def of_step(self, window: Window, rank: int) -> list[dict[str, Any]]:
         """Rows of the table `activities` of one step."""
@@ -78,7 +83,10 @@ class HostReads:
 
 
 class _Graphs:
-    """The numbers of autograd's nodes in one trace: when a forward built them, and which of them a backward used."""
+    """The numbers of autograd's nodes in one trace: when a forward built them, and which of them a backward used.
+
+    `trained`: the operators whose nodes a backward used, as rows of the events.
+    """
 
     def __init__(self, events: Events) -> None:
         # Operators of a forward that built nodes 5, 6 and 7, and ranges of autograd that ran 7 and 6: node 5 was built
@@ -95,6 +103,24 @@ class _Graphs:
         is_kept = np.isin(forward, _outside(events, forward, backward))
         self._built = forward[is_kept]  # the operators, as rows of the events
         self._numbers = numbers[is_forward][is_kept]  # of each of them its node's
+        self.trained = self._builders_of_used()
+        # products that are no operators with a number and are inside of none
+        products = _outside(events, _rows_named(events, _PRODUCTS), backward)
+        numbered = union(events.spans_of(forward))
+        self.products_outside = _outside(events, products, numbered)
+
+    def _builders_of_used(self) -> np.ndarray:
+        """The operators that built nodes which a backward used.
+
+        An operator that builds no node has the number of the next node: of 5, 5, 6 the second operator built node 5.
+        """
+        order = np.argsort(self._events.start[self._built], kind="stable")
+        rows, numbers = self._built[order], self._numbers[order]
+        # the last operator with a number is the first one in reverse
+        _, from_the_end = np.unique(numbers[::-1], return_index=True)
+        last = len(numbers) - 1 - from_the_end
+        is_used = np.isin(numbers[last], list(self._used))
+        return rows[last[is_used]]
 
     def of_step(self, window: Window) -> dict[str, tuple[int, int]]:
         """How many nodes a step built and dropped, and for how long; nothing where no backward has numbers."""

@@ -139,6 +139,7 @@ def analyse_trace(
     default_rank: int = 0,
     core_waits: Intervals = EMPTY,
     device: int | None = None,
+    may_be_apart: bool = False,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
@@ -147,7 +148,8 @@ def analyse_trace(
     `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
     (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns). `device`: the
-    only one that is looked at, of a process that drives several.
+    only one that is looked at, of a process that drives several. `may_be_apart`: several ranks may have no
+    communication, since the profiler is known to see theirs.
 
     Raises TraceError for files that cannot be read, or of several ranks without any communication; AccountingError if a
     step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40,
@@ -196,7 +198,7 @@ def analyse_trace(
         devices=tuple(devices),
         only_device=device,
     )
-    _check(analysis, len(ranges))
+    _check(analysis, len(ranges), may_be_apart)
     return analysis
 
 
@@ -245,14 +247,15 @@ def _analysed(rows: StepRows, loading: Intervals, reads: HostReads, of_host: Win
     )
 
 
-def _check(analysis: TraceAnalysis, ranges: int) -> None:
+def _check(analysis: TraceAnalysis, ranges: int, may_be_apart: bool) -> None:
     """TraceError for a trace in which the steps have no work, or several ranks no communication."""
     if not analysis.steps:
         raise TraceError(
             f"{analysis.path} has {ranges} ProfilerStep ranges and device work, but no range launched any of it: the"
             " trace lacks the host's launches; profile with ProfilerActivity.CPU and ProfilerActivity.CUDA."
         )
-    if (analysis.world_size or 1) > 1 and not any(step.collectives for step in analysis.steps):
+    is_apart = (analysis.world_size or 1) > 1 and not any(step.collectives for step in analysis.steps)
+    if is_apart and not may_be_apart:
         raise TraceError(
             f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its"
             " steps, so there is no overlap: no gradient was reduced (then the model trains nothing), or the profiler"

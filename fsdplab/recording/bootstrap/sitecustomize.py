@@ -23,6 +23,8 @@ _WAITED_FOR = (
     "torch.utils.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor._api",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch._dynamo.callback",
     "deepspeed.runtime.engine",
     "fsdplab.engine.events",
 )

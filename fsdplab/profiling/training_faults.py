@@ -1,0 +1,239 @@
+"""Faults by which a job trains something else than it should: gradients that are not reduced, not stepped, or never set
+to zero, and ranks that train on the same data.
+
+Such a job runs as fast as a right one, and its loss may fall, so nothing but these counts tells. They come before all
+faults that cost time only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import itemgetter
+
+from fsdplab.common.rows import grouped
+from fsdplab.common.sizes import size
+from fsdplab.common.words import plural
+from fsdplab.profiling.loop_faults import MANY, REGULAR, micro_batches
+from fsdplab.profiling.rules import Fact, fault_rule
+from fsdplab.profiling.step_facts import StepFacts, Unclaimed
+from fsdplab.records.tables import Row
+
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+_REPLICATED = "torch-ddp"
+_SHARDED = ("torch-fsdp1", "torch-fsdp2")
+IDLE_PART = 0.05  # part of the peak from which on gradients that nobody steps are worth a word
+
+
+def _ranks(facts: StepFacts) -> int:
+    return int(facts.spec.get("world_size") or 1)
+
+
+def _exchanges_itself(facts: StepFacts) -> bool:
+    """Whether the loop calls collectives of its own in any step: it may reduce gradients, or average parameters."""
+    return any(name.startswith("own ") and "barrier" not in name for name in facts.activities)
+
+
+def _reductions(facts: StepFacts) -> dict[int, list[Row]]:
+    """Rank 0's reductions of each profiled step."""
+    of_step: dict[int, list[Row]] = {step: [] for step in facts.steps}
+    for row in facts.record.table("collectives"):
+        if row["rank"] == 0 and row["kind"] in REDUCTIONS and row["step"] in of_step:
+            of_step[row["step"]].append(row)
+    return of_step
+
+
+def _not_reduced(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report that an engine reduces no gradient, or that ranks without an engine exchange nothing at all."""
+    is_a_job = facts.spec.get("job") and _ranks(facts) > 1 and facts.steps
+    if not is_a_job or facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
+        return None
+    engine = facts.spec.get("engine")
+    collectives = facts.record.table("collectives")
+    if engine == "plain" and not collectives and facts.observed.get("has_model"):
+        return Fact(kind, 0.0, "step", values={"who": "The ranks exchange nothing: each trains a model of its own"})
+    reduces = any(_reductions(facts).values())
+    # of what is sharded over several ranks parameters are gathered; else there is one rank to a shard group
+    gathers = any(row["kind"] == "all_gather" and row["unit"] for row in collectives)
+    if not reduces and (engine == _REPLICATED or (engine in _SHARDED and gathers)):
+        return Fact(kind, 0.0, "step", values={"who": "No gradient is reduced: each rank steps its own"})
+    return None
+
+
+def _not_reduced_remedy(facts: StepFacts) -> str:
+    if facts.spec.get("engine") == "plain":
+        return "Wrap the model: DistributedDataParallel(model) or fully_shard(model), before the optimizer is made."
+    if facts.spec.get("engine") == _REPLICATED:
+        return (
+            "Call the wrapped model, model(x), and not model.module(x) or a method of it: DistributedDataParallel"
+            " prepares the reduction in its forward. The last micro-batch must be outside of no_sync()."
+        )
+    return "Call model.set_requires_gradient_sync(True), or leave no_sync(), before the last micro-batch."
+
+
+def _reduced_early(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report micro-batches whose backward runs after the last reduction of the step: their gradients stay local."""
+    times = micro_batches(facts)
+    if times < 2 or not facts.spec.get("job") or _exchanges_itself(facts) or facts.observed.get("has_comm_hook"):
+        return None
+    compute = defaultdict(list)
+    for row in facts.record.table("timeline"):
+        if row["rank"] == 0 and row["lane"] == "compute":
+            compute[row["step"]].append(row)
+    reductions = _reductions(facts)
+    for step, reduced in reductions.items():
+        begin = _last_backward(compute[step])
+        if not reduced or begin is None or max(row["end_ns"] for row in reduced) >= begin:
+            return None
+    return Fact(kind, 0.0, "step", values={"times": times}) if reductions else None
+
+
+def _last_backward(compute: Sequence[Row]) -> int | None:
+    """When the step's last backward begins: after the last forward that a backward follows; None without one."""
+    begin = None
+    is_forward = True
+    for row in sorted(compute, key=itemgetter("start_ns")):
+        if row["phase"] == "backward" and is_forward:
+            begin = int(row["start_ns"])
+        if row["phase"] in ("forward", "backward"):
+            is_forward = row["phase"] == "forward"
+    return begin
+
+
+def _updates_nothing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report an optimizer none of whose parameters has a gradient when it steps."""
+    if not facts.observed.get("updates_nothing"):
+        return None
+    why = "they were set to zero before the step"
+    if not facts.observed.get("has_model"):
+        why = "no module has these parameters"
+    return Fact(kind, 0.0, "step", values={"why": why})
+
+
+def _not_stepped(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report gradients of parameters that are in no optimizer."""
+    idle = facts.observed.get("idle_gradient_bytes") or 0
+    peak = facts.record.summary.peak_memory_bytes.total
+    if not peak or idle < IDLE_PART * peak:
+        return None
+    return Fact(kind, 0.0, "step", values={"idle": size(idle), "peak": size(peak)})
+
+
+def _outside_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report parameters that no unit of FSDP2 has, though others are sharded: nothing reduces their gradients."""
+    count = facts.observed.get("outside_parameters")
+    if not count or _ranks(facts) < 2 or _exchanges_itself(facts):
+        return None
+    values = {"outside": plural(count, "parameter"), "size": size(facts.observed.get("outside_bytes") or 0)}
+    return Fact(kind, 0.0, "step", values=values)
+
+
+def _never_zeroed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report gradients with values when the first backward of a step begins, which adds to them."""
+    return Fact(kind, 0.0, "step") if facts.observed.get("never_zeroed") else None
+
+
+def _remade_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report an optimizer that is made anew in most steps."""
+    made = facts.activities.get("optimizer made")
+    if made is None or made.regular <= REGULAR:
+        return None
+    return Fact(kind, 0.0, "step", values={"optimizer": facts.observed.get("optimizer") or "optimizer"})
+
+
+def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report ranks whose losses are the same number in every step, in a job that shards data."""
+    engine = facts.spec.get("engine")
+    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _averages_its_loss(facts):
+        return None
+    losses_of_step = []
+    for _, rows in grouped(facts.record.table("steps"), itemgetter("step")).items():
+        losses = [row["loss"] for row in rows]
+        if len(losses) == _ranks(facts) and all(loss is not None and math.isfinite(loss) for loss in losses):
+            losses_of_step.append(set(losses))
+    # a loss that never changes is the same on all ranks by itself
+    different = {loss for losses in losses_of_step for loss in losses}
+    if _ranks(facts) < 2 or len(losses_of_step) < MANY or len(different) < MANY:
+        return None
+    if any(len(losses) > 1 for losses in losses_of_step):
+        return None
+    return Fact(kind, 0.0, "step", values={"steps": len(losses_of_step), "ranks": _ranks(facts)})
+
+
+def _averages_its_loss(facts: StepFacts) -> bool:
+    """Whether a collective of no unit runs before the backward: it may make the loss the same on all ranks."""
+    for row in facts.record.table("collectives"):
+        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
+            return True
+    return False
+
+
+# these come before all others: they change what is trained
+TRAINS_WRONGLY = (
+    fault_rule(
+        "updates_nothing",
+        _updates_nothing,
+        "The optimizer steps parameters without gradients ({why}): the model is not trained",
+        "None of the optimizer's parameters has a gradient when it steps, so it changes none.",
+        "Make the optimizer after the model is sharded or wrapped, with model.parameters() of that model; and call"
+        " optimizer.zero_grad() after optimizer.step(), or before the backward.",
+    ),
+    fault_rule(
+        "not_reduced",
+        _not_reduced,
+        "{who}",
+        "No reduction of gradients was seen in the profiled steps, so the ranks' models drift apart.",
+        _not_reduced_remedy,
+        unless=["updates_nothing"],
+    ),
+    fault_rule(
+        "reduced_early",
+        _reduced_early,
+        "Gradients are reduced before the last of {times} micro-batches: what it adds stays on its rank",
+        "The last reduction of a step ends before the last backward begins, so each rank steps gradients of its own.",
+        "Reduce in the last micro-batch: no_sync(), or set_requires_gradient_sync(False), for all but the one after"
+        " which the optimizer steps, (i + 1) % accumulation != 0.",
+    ),
+    fault_rule(
+        "outside_units",
+        _outside_units,
+        "{outside} ({size}) are outside of all units: nothing reduces their gradients",
+        "fully_shard was called on parts of the model only. What is in none of them is on each rank as a whole, and"
+        " each rank trains its own; and each part is a root of its own, which stays unsharded until the backward and"
+        " gathers nothing ahead.",
+        "Call fully_shard(model) on the whole model too, last, before the optimizer is made.",
+    ),
+    fault_rule(
+        "never_zeroed",
+        _never_zeroed,
+        "Gradients are never set to zero: each step adds to those of all steps before",
+        "When the first backward of a step begins, the gradients of the step before are still there.",
+        "optimizer.zero_grad() after each optimizer.step().",
+    ),
+    fault_rule(
+        "remade_optimizer",
+        _remade_optimizer,
+        "The optimizer ({optimizer}) is made anew in each step: its state begins at zero each time",
+        "Its averages of gradients and its count of steps are lost, so each step is a first step.",
+        "Make the optimizer once, before the loop; to change a learning rate, set it in optimizer.param_groups or take"
+        " a scheduler.",
+    ),
+    fault_rule(
+        "same_data",
+        _same_data,
+        "All {ranks} ranks train on the same data: their losses are equal in each of {steps} steps",
+        "The average of equal gradients is each of them, so further ranks add nothing.",
+        "Give each rank its own part: DataLoader(..., sampler=DistributedSampler(dataset)), or a seed with the rank in"
+        " it.",
+    ),
+    fault_rule(
+        "not_stepped",
+        _not_stepped,
+        "Gradients of {idle} are computed for parameters that no optimizer has",
+        "The backward computes them, ranks reduce them, and memory keeps them ({idle} beside a peak of {peak}).",
+        "parameter.requires_grad_(False) for what is not trained, before the model is wrapped or sharded; or give"
+        " these parameters to the optimizer.",
+    ),
+)
+WRONG = tuple(rule.kind for rule in TRAINS_WRONGLY)

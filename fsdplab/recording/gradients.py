@@ -1,0 +1,112 @@
+"""Looks at the gradients of one step: what is left of the step before, which are stepped, and which no unit shards.
+
+A job whose gradients are lost on their way trains something else than it should, and no time tells.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fsdplab.recording.subject import fsdp2_units, parameters_of
+
+
+class Gradients:
+    """Told of the step whose memory is measured: `before_backward`, `before_update` by an optimizer, `end`."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._kept_bytes: int | None = None  # when the first backward begins
+        self._never_zeroed = False
+        self._without_gradient = 0  # parameters
+        self._updates_seen = 0
+        self._had_gradients = False  # at any update, or after the step
+        self._idle_bytes = 0  # of gradients that no optimizer steps
+
+    def before_backward(self) -> None:
+        """Look, at the first backward of the step, at the gradients that are still there from the step before.
+
+        Where one of several optimizers has none, the others keep theirs for a reason: a GAN trains in turns.
+        """
+        if self._kept_bytes is not None:
+            return
+        kept = [_gradients(parameters_of([optimizer])) for optimizer in self._optimizers]
+        if not all(kept):
+            self._kept_bytes = 0
+            return
+        self._kept_bytes = sum(local_bytes(gradients) for gradients in kept)
+        self._never_zeroed = all(_has_values(gradients) for gradients in kept)
+
+    def before_update(self, optimizer: Any) -> None:
+        """Look at what an optimizer is about to step."""
+        self._updates_seen += 1
+        self._had_gradients = self._had_gradients or bool(_gradients(parameters_of([optimizer])))
+
+    def end(self) -> None:
+        """Look at the gradients after the step."""
+        trained = [parameter for parameter in parameters_of(self._optimizers) if parameter.requires_grad]
+        gradients = _gradients(trained)
+        self._without_gradient = len(trained) - len(gradients)
+        # a closure calls backward inside of the optimizer's step
+        self._had_gradients = self._had_gradients or bool(gradients)
+        self._idle_bytes = local_bytes(_gradients(self._not_stepped()))
+
+    def as_report(self) -> dict[str, Any]:
+        """Return everything, for the rank's report."""
+        outside = self._outside_of_units()
+        return {
+            "kept_gradient_bytes": self._kept_bytes or 0,
+            "never_zeroed": self._never_zeroed,
+            "unused_parameters": self._without_gradient,
+            "updates_nothing": self._updates_seen > 0 and not self._had_gradients,
+            "has_model": any(True for _ in self._model.parameters()),
+            "idle_gradient_bytes": self._idle_bytes,
+            "outside_parameters": len(outside),
+            "outside_bytes": local_bytes(outside),
+        }
+
+    def _not_stepped(self) -> list[torch.Tensor]:
+        """Return the model's parameters that no living optimizer has, not only of those that stepped last."""
+        stepped = {id(parameter) for parameter in parameters_of(self._optimizers)}
+        for thing in gc.get_objects():
+            # not isinstance: lazy proxies would load
+            if issubclass(type(thing), Optimizer):
+                stepped.update(id(parameter) for parameter in parameters_of([thing]))
+        return [parameter for parameter in self._model.parameters() if id(parameter) not in stepped]
+
+    def _outside_of_units(self) -> list[torch.Tensor]:
+        """Return the parameters to train that none of FSDP2's units has sharded, of a model that has units."""
+        if not fsdp2_units(self._model):
+            return []
+        outside = []
+        for parameter in parameters_of(self._optimizers):
+            if parameter.requires_grad and not hasattr(parameter, "to_local"):
+                outside.append(parameter)
+        return outside
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _has_values(gradients: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of these gradients was not set to zero."""
+    return any(bool(local(gradient).any()) for gradient in gradients)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Sum the bytes of what this rank holds of some tensors."""
+    held = [local(tensor) for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
