@@ -5,6 +5,7 @@ communicators and memory for collectives, and other composable functions around 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,71 @@ def gradient_penalty(fsdp: Any) -> Any:
     return slope.detach()
 
 
+Penalised = Callable[[Net, torch.Tensor], torch.Tensor]
+
+
+def slope_of(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """How steep the model is at `x`, beside its value."""
+    value = model(x).tanh().sum()
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return slope.square().sum() + value
+
+
+def slope_alone(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """No output of a unit has a part in the loss."""
+    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def slope_inside(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """By what the second block got: nothing announces the second backward of the root."""
+    kept: list[torch.Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    value = model(x.detach()).tanh().sum()
+    handle.remove()
+    (slope,) = torch.autograd.grad(value, kept, create_graph=True)
+    return slope.square().sum()
+
+
+def curvature(model: Net, x: torch.Tensor) -> torch.Tensor:
+    """The second derivative too, as differential equations have it."""
+    value = model(x).tanh()
+    (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    return (bend[:, 0] + slope[:, 0] - value[:, 0]).square().mean()
+
+
+def trained_with_penalties(fsdp: Any) -> None:
+    """Losses made of gradients: torch's engine reads parameters that it has freed, the lab's gathers them again."""
+    for penalised in (slope_of, slope_alone, slope_inside, curvature):
+        model, twin = sharded(fsdp), Net()
+        if fsdp is torch_engine:
+            x = data().requires_grad_()
+            assert error_of(lambda model=model, x=x, loss=penalised: loss(model, x).backward()) == "RuntimeError"
+            continue
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, twin)]
+        for step in range(3):
+            model.set_requires_gradient_sync(step != 1)  # of the last two the gradients are accumulated
+            penalised(model, data(step).requires_grad_()).backward()
+            penalised(twin, data(step).requires_grad_()).backward()
+            if step == 1:
+                continue
+            close(gradients(model), averaged_over_ranks(twin))
+            for optimizer in optimizers:
+                optimizer.step(), optimizer.zero_grad()
+
+
+def averaged_over_ranks(twin: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The gradients that the twin has, averaged over the ranks; None where it has none."""
+    for parameter in twin.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    return gradients(twin)
+
+
 def test_second_derivatives(ranks) -> None:
-    on_both(ranks, 2, graph_of_the_backward, gradient_penalty)
+    on_both(ranks, 2, graph_of_the_backward, gradient_penalty, trained_with_penalties)
 
 
 # ---- dataclasses

@@ -344,6 +344,23 @@ class UnitHooks:
             if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
                 node.register_prehook(self._before_backward_of_base)
 
+    def ask_second(
+        self,
+        gradient: torch.Tensor | None,  # of an input, any shape; None: it has none
+    ) -> None:
+        """Be called before the backward of `gradient`, which reads the parameters that have computed it."""
+        if gradient is not None and gradient.requires_grad:
+            gradient.register_hook(self._before_second_backward)
+
+    @compat.not_compiled
+    def _before_second_backward(
+        self,
+        gradient: torch.Tensor,  # any shape, not looked at
+    ) -> None:
+        """Unshard the unit, and the root: nothing announces that one where its own inputs have no gradients."""
+        self.bound.before_backward(self.bound.root)
+        self.bound.before_backward(self.unit)
+
     def _ask_through(
         self,
         output: torch.Tensor,  # any shape, any dtype
@@ -439,6 +456,9 @@ class _EndOfBackward(_Identity):
     ) -> tuple:
         """End the unit's backward: all gradients of its inputs are there."""
         ctx.hooks.after_backward()
+        if torch.is_grad_enabled():  # create_graph=True: a loss may be computed from these gradients
+            for gradient in gradients:
+                ctx.hooks.ask_second(gradient)
         return None, *gradients
 
 

@@ -363,6 +363,8 @@ def _gradient_of(
     shape = (stop - start, *param.shape[1:])
     # A view, [rows of this rank, *others]; the padding behind them is left out.
     rows = output.as_strided(shape, _contiguous_strides(shape), first)
+    if rows.dtype is not dtype and rows.is_complex() and not dtype.is_complex:
+        rows = rows.real.contiguous()  # of a real parameter that travels with complex ones
     whole = param.unsharded_gradient
     param.unsharded_gradient = None
     if whole is not None:
