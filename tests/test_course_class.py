@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 from nbconvert import SlidesExporter
 
 from fsdplab.cli import doctor
+from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.sessions.capabilities import Capability
 from fsdplab.sessions.room import Room, measure_room
 from fsdplab.teaching.__main__ import main
@@ -22,6 +25,7 @@ from fsdplab.teaching.authoring.course_run import NotebookRun
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.teaching.site.handouts import handouts
+from tests.test_cli_ends import files_of_at_most
 
 pytestmark = pytest.mark.quick
 
@@ -67,6 +71,15 @@ def test_what_a_run_took_is_written_and_read(tmp_path, capsys):
 def test_a_track_that_is_too_long_is_called_so():
     slow = {"00": tracks.Cost("00_a.ipynb", 190, 600.0, 1)}
     assert tracks.line_of(tracks.Track("half", ("00",), 195, {}), slow) == "half: 00: 3:20 of at most 3:15 TOO LONG"
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "notebook,seconds\n00_a.ipynb,soon\n", None])
+def test_a_file_that_holds_no_times_is_refused(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "times.csv").write_text(content)
+    assert main(["tracks", "--times", str(tmp_path / "times.csv")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("fsdplab: ") and "times.csv" in err
 
 
 def test_every_notebook_is_small(found):
@@ -116,9 +129,104 @@ def test_a_learner_without_progress_is_listed_as_not_begun(tmp_path, capsys):
     assert "not begun" not in lines[4] and lines[-1].endswith("of 4"), "one failed check is a beginning"
 
 
+def test_a_learner_has_the_name_of_the_folder_above_the_edition_from_wherever_it_is_seen(tmp_path, monkeypatch):
+    work = tmp_path / "ada" / "course-learner"
+    Workspace(work / "my_fsdp").open()
+    (tmp_path / "link").symlink_to("ada")
+    for folder, name in ((tmp_path, "ada"), (tmp_path / "ada", "ada"), (work, "ada"), (tmp_path / "link", "link")):
+        assert [seen for seen, _ in progress.workspaces_in([folder])] == [name], folder
+        monkeypatch.chdir(folder)
+    monkeypatch.chdir(work)
+    assert [seen for seen, _ in progress.workspaces_in([Path()])] == ["ada"]
+
+
+@pytest.mark.parametrize(
+    "file,content,words",
+    [
+        ("progress.json", b'{"00.hello', "is damaged"),
+        ("progress.json", b'{"00.hello_ranks": true}', "holds a bool for '00.hello_ranks'"),
+        ("predictions.json", b"[]", "holds a list"),
+        ("predictions.json", b'{"00.peak": {"by_learner": true}}', "holds odd values"),
+        ("00.hello_ranks.py", b"# gr\xfcn", "is not UTF-8"),
+    ],
+)
+def test_a_damaged_folder_does_not_hide_those_of_the_others(tmp_path, capsys, file, content, words):
+    for name in ("ada", "bob"):
+        workspace = Workspace(tmp_path / name / "my_fsdp")
+        workspace.save("00.hello_ranks", "def hello_ranks(): ...\n")
+        workspace.note_pass("00.hello_ranks", "def hello_ranks(): ...\n")
+    (tmp_path / "bob" / "my_fsdp" / file).write_bytes(content)
+    assert main(["progress", str(tmp_path)]) == 0
+    _, ada, bob, everybody = capsys.readouterr().out.splitlines()
+    assert re.match(r"ada\s+1/1", ada) and re.match(r"all done\s+1\s+of 2", everybody)
+    assert re.match(r"bob\s+cannot be read: ", bob) and words in bob
+
+
+def test_predictions_of_an_older_format_are_nobodys(tmp_path, capsys):
+    older = {"00.peak": {"unit": "MB", "predicted": 300, "measured": 345}}
+    Workspace(tmp_path / "ada" / "my_fsdp").write("predictions.json", older)
+    assert main(["progress", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["ada", "none"]
+
+
 def prediction(predicted, measured):
     """As a learner's folder holds it."""
     return {"unit": "MB", "predicted": predicted, "measured": measured, "by_learner": True, "origin": "measured"}
+
+
+# --- files that cannot be written or read
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["build", "--out", "FILE"],
+        ["build", "--out", "FILE/below"],
+        ["handouts", "FILE/below"],
+        ["handouts", "FOLDER"],
+        ["test", "--times", "FOLDER"],
+        ["tracks", "--times", "FOLDER"],
+        ["leaderboard", "CLASS", "--out", "FOLDER"],
+    ],
+)
+def test_a_wrong_place_is_one_line_before_anything_runs(tmp_path, capsys, command):
+    places = {"FILE": tmp_path / "file", "FOLDER": tmp_path / "folder", "CLASS": tmp_path / "class"}
+    places["FILE"].write_text("")
+    places["FOLDER"].mkdir()
+    (tmp_path / "class").mkdir()
+    (tmp_path / "class" / "ada.py").write_text("")
+    words = []
+    for word in command:
+        place, slash, rest = word.partition("/")
+        words.append(f"{places.get(place, place)}{slash}{rest}")
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"fsdplab: {tmp_path}")
+
+
+def test_a_full_disk_leaves_no_part_of_an_edition(tmp_path, capsys):
+    with files_of_at_most(18_000):
+        assert main(["build", "--out", str(tmp_path / "out")]) == 2
+    assert "File too large; give a writable place with free space" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.ipynb")), "a part of them would pass for a learner's course"
+    assert main(["build", "--quiet", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_in_part(tmp_path):
+    done = subprocess.run(
+        run_of("fsdplab.teaching", "handouts", str(tmp_path / "hän.html")),
+        env=with_this_checkout({**os.environ, "PYTHONIOENCODING": "ascii"}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout == f"{tmp_path}/h?n.html: open it in a browser and print it\n"
+
+
+def test_a_command_shows_its_own_examples_only(capsys):
+    with pytest.raises(SystemExit):
+        main(["tracks", "--help"])
+    examples = capsys.readouterr().out.partition("Examples:\n")[2].splitlines()
+    assert examples == ["  fsdplab course tracks", "  fsdplab course tracks --times mine.csv"]
 
 
 # --- handouts and slides

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fsdplab import __version__
-from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
+from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse
 from fsdplab.cli.options import (
     OF_A_RUN,
     OUTPUTS,
@@ -29,9 +29,10 @@ from fsdplab.cli.options import (
     whole_numbers,
 )
 from fsdplab.cli.plan.commands import app as plan
-from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
+from fsdplab.cli.terminal import signals_as_exceptions
 from fsdplab.common.errors import RunError, UserError
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
+from fsdplab.common.streams import line_for, show_what_can_be_shown
 from fsdplab.sessions.spec import PEERS, SpecError
 
 app = typer.Typer(
@@ -327,7 +328,7 @@ _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @app.command(context_settings=_AS_GIVEN)
 def course(context: typer.Context) -> None:
-    """Build and test the course's editions, for teachers and for CI; write it as pages: build, test or site."""
+    """Build and run the course's editions, write pages, slides and handouts, and show a class's progress."""
     from fsdplab.cli.lab import run_course
 
     raise typer.Exit(run_course(context.args))
@@ -351,7 +352,7 @@ def main(arguments: list[str] | None = None) -> None:
         except (KeyboardInterrupt, typer.Abort):
             interrupted(signals.number)
         except OSError as error:
-            refuse_for(error)
+            refuse(line_for(error))
         if signals.number is not None:  # typer makes a number of the exception
             interrupted(signals.number)
     sys.exit(status or 0)

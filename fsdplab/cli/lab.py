@@ -17,7 +17,7 @@ from types import FrameType
 
 from fsdplab.cli.errors import interrupted, refuse
 from fsdplab.common.places import course_folder, how_to_install
-from fsdplab.common.processes import asked_to_end
+from fsdplab.common.processes import asked_to_end, kept_waiting
 from fsdplab.common.pythons import run_of, with_this_checkout
 
 _SETTINGS = Path(__file__).with_name("jupyter")
@@ -107,9 +107,10 @@ def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int]
     """
     received: list[int] = []
     command = run_of("fsdplab.sessions.launch.parent_death", str(os.getpid()), module, *arguments)
-    process = subprocess.Popen(
-        command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    with kept_waiting():  # until the module can take them: while Python starts, Ctrl-C would be a traceback
+        process = subprocess.Popen(
+            command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, start_new_session=True
+        )
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         received.append(number)

@@ -1,14 +1,11 @@
-"""Adapts commands to their terminal: the characters that it can show, and the signals that end a command.
+"""Turns the signals that end a command into an exception.
 
-Where the terminal's encoding lacks a character (`LC_ALL=C`), an ASCII replacement is printed. Ctrl-C, SIGTERM and
-SIGHUP all end a command as an exception does: ranks are ended and temporary folders removed on the way.
+Ctrl-C, SIGTERM and SIGHUP all end a command as an exception does: ranks are ended and temporary folders removed on the
+way.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +14,6 @@ from types import FrameType
 
 from fsdplab.common.processes import asked_to_end
 
-_PLAIN = {"–": "-", "…": "...", "µ": "u", "×": "x", "→": "->", "·": "|", "≤": "<=", "≥": ">=", "²": "2"}
 _CLEANING_S = 15.0  # ending ranks is bounded by ten seconds; a signal after this long is taken again
 
 
@@ -27,21 +23,6 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-
-
-def show_what_can_be_shown() -> None:
-    """Replace characters that the encoding of stdout or stderr lacks by ASCII ones."""
-    codecs.register_error("fsdplab.plain", _plain)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="fsdplab.plain")
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    # the characters that failed, and the place from which to go on
-    return "".join(_PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 class Signals:

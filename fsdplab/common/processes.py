@@ -55,6 +55,28 @@ def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool
                 signal.signal(number, earlier)
 
 
+@contextmanager
+def kept_waiting() -> Iterator[None]:
+    """Keep the signals that ask a process to end waiting inside, also for a process that is started here.
+
+    They wait for that process until it calls `wait_no_longer`. Windows has no such waiting.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def wait_no_longer() -> None:
+    """Take the signals from here on that whoever started this process has kept waiting."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+
+
 class Asked(Exception):
     """This process was asked to end, by SIGTERM."""
 

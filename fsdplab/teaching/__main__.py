@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.arguments import OneLineParser
+from fsdplab.common.files import try_output, write_output
 from fsdplab.common.places import course_folder
 from fsdplab.common.pythons import without_package
+from fsdplab.common.streams import line_for, show_what_can_be_shown
 from fsdplab.common.words import harmless
 
 # nbformat's checker of addresses in many scripts, which jupyterlab brings, takes 1.5 s to import; no notebook needs it
@@ -23,44 +25,61 @@ with without_package("rfc3987_syntax"):
     from .authoring.course import CourseError, build_course, notebooks_in
     from .authoring.course_run import BOTH, executed_in, run_course
     from .core.course_state import EDITIONS
+    from .core.workspace import WorkspaceError
 
 
-_EXAMPLES = """Examples:
-  fsdplab course build --edition teacher --out print
-  fsdplab course build --colab OWNER/REPO/blob/main/course --wheel https://example.org/fsdplab-0.2.0-py3-none-any.whl
-  fsdplab course test course-learner
-  fsdplab course site pages
-  fsdplab course site pages --source my-executed --executed
-  fsdplab course site pages --live
-  fsdplab course slides decks --source executed --executed
-  fsdplab course tracks
-  fsdplab course handouts handouts.html
-  fsdplab course progress room-1/*
-  fsdplab course leaderboard handed-in --out class.csv"""
+_EXAMPLES = {
+    "build": (
+        "--edition teacher --out print",
+        "--out course --colab OWNER/REPO/blob/main/course --wheel https://example.org/fsdplab-0.2.0-py3-none-any.whl",
+    ),
+    "test": ("course-learner", "--times mine.csv"),
+    "site": ("pages", "pages --keep executed", "pages --source executed --executed", "pages --live"),
+    "slides": ("decks --source executed --executed",),
+    "tracks": ("", "--times mine.csv"),
+    "handouts": ("handouts.html",),
+    "progress": ("room-1/*",),
+    "leaderboard": ("handed-in --out class.csv",),
+}
 _SOURCES: dict[str, Any] = dict(type=Path, default=course_folder(), help="folder of sources; default: notebooks")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 done, 1 a notebook failed, 2 invalid request (one line on stderr for each reason)."""
     given = sys.argv[1:] if arguments is None else arguments
-    asked = parser().parse_args(given or ["--help"])
+    show_what_can_be_shown()
     try:
-        return asked.command(asked)
-    except CourseError as error:
-        print(harmless(str(error)), file=sys.stderr)
-        return 2
+        asked = parser().parse_args(given or ["--help"])
+        status = asked.command(asked)
+        sys.stdout.flush()
+        return status
+    except (CourseError, WorkspaceError) as error:
+        lines = str(error).splitlines()
+    except OSError as error:
+        lines = [line_for(error)]
+    for line in lines:
+        print(f"fsdplab: {harmless(line)}", file=sys.stderr)
+    return 2
+
+
+def _examples(*names: str) -> str:
+    """Return the examples of some commands, as they stand below a help text."""
+    lines = ["Examples:"]
+    for name in names:
+        lines += [f"  fsdplab course {name} {rest}".rstrip() for rest in _EXAMPLES[name]]
+    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the flags of the commands."""
     description = "Build and test the course's editions; pages, timings, handouts and progress for a class."
-    flags = OneLineParser(prog="fsdplab course", description=description, epilog=_EXAMPLES)
+    flags = OneLineParser(prog="fsdplab course", description=description, epilog=_examples(*_EXAMPLES))
     commands = flags.add_subparsers(
         required=True, metavar="build | test | site | slides | tracks | handouts | progress | leaderboard", dest="name"
     )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, epilog=_EXAMPLES, help=does)
+        made = commands.add_parser(name, description=f"{does[0].upper()}{does[1:]}.", epilog=_examples(name), help=does)
         made.set_defaults(command=run)
         return made
 
@@ -127,6 +146,8 @@ def _build(asked: argparse.Namespace) -> int:
 
 def _test(asked: argparse.Namespace) -> int:
     editions = (asked.edition,) if asked.edition else BOTH
+    if asked.times:
+        try_output(asked.times)  # before the notebooks run for minutes
     runs = run_course(asked.directory, lambda run: print(harmless(str(run)), flush=True), editions)
     if asked.times:
         tracks.write_times(asked.times, runs, asked.directory)
@@ -141,7 +162,7 @@ def _tracks(asked: argparse.Namespace) -> int:
 def _handouts(asked: argparse.Namespace) -> int:
     from .site.handouts import handouts
 
-    asked.out.write_text(handouts(asked.source), encoding="utf-8")
+    write_output(asked.out, handouts(asked.source))
     print(f"{asked.out}: open it in a browser and print it")
     return 0
 
@@ -212,6 +233,7 @@ def _leaderboard(asked: argparse.Namespace) -> int:
         raise CourseError(
             f"{asked.folder} holds no ada/my_fsdp/20.fully_shard.py and no ada.py; give the class's folder"
         )
+    try_output(asked.out)
     rows = leaderboard(asked.folder, lambda row: print(harmless(f"{row.learner}: {row.stages} of 6 {row.stopped_by}")))
     write(rows, asked.out)
     print(f"{asked.out}: {len(rows)} learners")

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from fsdplab.common.processes import KILL, interrupt_by, send
+from fsdplab.common.processes import KILL, interrupt_by, send, wait_no_longer
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -99,6 +99,7 @@ def main(parent: str, module: str) -> None:
     interrupt_by(signal.SIGTERM, signal.SIGHUP)
     end_with_parent(int(parent), signal.SIGTERM)
     try:
+        wait_no_longer()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

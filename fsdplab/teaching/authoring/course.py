@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_raw_cell
 from nbformat.validator import normalize
 
-from fsdplab.common.files import read_file
+from fsdplab.common.files import read_file, try_folder, write_whole
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find, register_beside
@@ -77,20 +77,38 @@ def build_course(
     if edition not in EDITIONS:
         raise CourseError(f"unknown edition {edition!r}; expected one of: {', '.join(EDITIONS)}")
     sources, target = sources_in(source_dir), Path(out_dir)
+    try_folder(target)
     present = [path.name for path, _ in sources if (target / path.name).exists()]
     if present:
+        others = f" and {len(present) - 1} more" if len(present) > 1 else ""
         raise CourseError(
-            f"{target} already holds {', '.join(present)}, perhaps a learner's work; give an empty folder"
+            f"{target} already holds {present[0]}{others}, perhaps a learner's work; give an empty folder"
         )
     built = {}
     for path, notebook in sources:
         written = edition_of(notebook, edition)
         built[path.name] = change(path.name, written) if change else written
     target.mkdir(parents=True, exist_ok=True)
-    for name, written in built.items():
-        nbformat.write(written, target / name)
     _copy_helpers(Path(source_dir), target)
+    _write(built, target)
     return Built(edition, tuple(target / name for name in built))
+
+
+def _write(notebooks: Mapping[str, NotebookNode], target: Path) -> None:
+    """Write every notebook to a folder, or none: on a full disk, and after Ctrl-C, those that were written go again.
+
+    Some of them would pass for the course of a learner who comes back.
+    """
+    written = []
+    try:
+        for name, notebook in notebooks.items():
+            path = target / name
+            write_whole(path, nbformat.writes(notebook) + "\n")
+            written.append(path)
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def sources_in(directory: Path | str) -> list[tuple[Path, NotebookNode]]:

@@ -7,15 +7,17 @@ so a test never changes a learner's exercises.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -23,6 +25,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 from traitlets.config import Config
 
+from fsdplab.common.processes import ASKED
 from fsdplab.teaching.core.registry import register_beside
 
 from .course import CourseError, edition_of, is_tagged, notebooks_in, read, sources_in, structure_complaints
@@ -97,10 +100,47 @@ def run_notebook(
             config=config,
         )
         try:
-            client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)}, stderr=errors)
+            _execute(client, env={**os.environ, "FSDPLAB_HOME": str(workspace)}, stderr=errors)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             failure = _failure_of(notebook, error)
     return NotebookRun(name, edition, time.monotonic() - began, failure)
+
+
+def _execute(client: NotebookClient, **settings: Any) -> None:
+    """Execute a notebook; KeyboardInterrupt where a signal asks this process to end meanwhile.
+
+    nbclient itself takes these signals, ends the kernel and reports that it died, as if the notebook had failed.
+    """
+    handlers = {number: signal.getsignal(number) for number in ASKED}
+    try:
+        was_asked = asyncio.run(_until_asked(client, settings))
+    finally:
+        for number, handler in handlers.items():
+            with suppress(ValueError):  # signals are the main thread's
+                signal.signal(number, handler)
+    if was_asked:
+        raise KeyboardInterrupt
+
+
+async def _until_asked(client: NotebookClient, settings: Mapping[str, Any]) -> bool:
+    """Execute a notebook until its end, or until a signal asks this process to end: return whether one has."""
+    asked: list[int] = []
+
+    def end(number: int) -> None:
+        asked.append(number)
+        execution.cancel()  # nbclient ends the kernel
+
+    execution = asyncio.ensure_future(client.async_execute(**settings))
+    await asyncio.sleep(0)  # it begins with handlers of its own, which these replace
+    for number in ASKED:
+        with suppress(RuntimeError):  # not the main thread, or Windows
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+    try:
+        await execution
+    except (asyncio.CancelledError, DeadKernelError):  # nbclient takes a cancelled cell for a dead kernel
+        if not asked:
+            raise
+    return bool(asked)
 
 
 @contextmanager

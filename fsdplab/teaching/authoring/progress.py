@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.predictions import FILE, calibration_of
-from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.teaching.core.workspace import Workspace, WorkspaceError
 
 from .course import CourseError
+
+_EDITION = "course-learner"  # the folder that `fsdplab lab` makes
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Learner:
     predictions: int
     within_two: int
     begun: bool  # whether anything was checked or predicted
+    damaged: str = ""  # why the folder cannot be read; the other fields are then empty
 
 
 def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
@@ -52,7 +56,7 @@ def workspaces_in(folders: Sequence[Path]) -> Iterator[tuple[str, Workspace]]:
         workspaces = sorted(path for path in folder.rglob("my_fsdp") if path.is_dir())
         found_any = found_any or bool(workspaces)
         if not workspaces:
-            yield folder.resolve().name, Workspace(folder / "my_fsdp")
+            yield _absolute(folder).name, Workspace(folder / "my_fsdp")
         for path in workspaces:
             yield _learner_name(path, folder), Workspace(path)
     if not found_any:
@@ -64,19 +68,38 @@ def workspaces_in(folders: Sequence[Path]) -> Iterator[tuple[str, Workspace]]:
 def _learner_name(workspace: Path, folder: Path) -> str:
     """Return the name of the folder in which a learner works, as seen from `folder`.
 
-    `anna/course-learner/my_fsdp` is `anna`: that folder has the name of the edition.
+    `anna/course-learner/my_fsdp` is `anna`, also as seen from `anna` itself: `course-learner` is the edition's name.
     """
-    parent = workspace.parent
-    if parent == folder:
-        return folder.resolve().name
-    name = parent.relative_to(folder)
-    if name.name == "course-learner" and name.parent.name:
-        name = name.parent
-    return str(name)
+    seen_from, home = _absolute(folder), _absolute(workspace).parent
+    if home.name == _EDITION:
+        home = home.parent
+    if seen_from in home.parents:
+        return str(home.relative_to(seen_from))
+    return home.name
+
+
+def _absolute(path: Path) -> Path:
+    """Return the whole path; a link keeps its name, which may be a learner's."""
+    return Path(os.path.abspath(path))
 
 
 def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Learner:
-    """Read what one folder says; an exercise that was changed after it passed counts as not passed."""
+    """Read what one folder says; an exercise that was changed after it passed counts as not passed.
+
+    A damaged folder, which must not hide those of the others, gives a learner of whom only that is known.
+    """
+    try:
+        return _read(name, workspace, asked)
+    except (WorkspaceError, OSError) as error:
+        damaged = str(error)
+    except (KeyError, TypeError, ValueError) as error:  # JSON that the lab has not written
+        damaged = f"{workspace.path} holds odd values ({error})"
+    nothing = dict.fromkeys(asked, 0)
+    return Learner(name, nothing, (), nothing, 0, 0, begun=True, damaged=damaged)
+
+
+def _read(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Learner:
+    """Read what one folder says."""
     passed = {}
     stuck = []
     for notebook, ids in asked.items():
@@ -90,7 +113,7 @@ def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Lea
     predicted = dict.fromkeys(asked, 0)
     for id, prediction in workspace.read(FILE).items():
         notebook, _, _ = id.partition(".")
-        if prediction["by_learner"]:
+        if prediction.get("by_learner"):
             predicted[notebook] = predicted.get(notebook, 0) + 1
     calibration = calibration_of(workspace)
     begun = bool(workspace.read("progress.json") or workspace.read(FILE))
@@ -110,6 +133,9 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
 
     done_by = dict.fromkeys(begun, 0)  # learners who have passed all of a notebook
     for learner in learners:
+        if learner.damaged:
+            lines.append(f"{learner.name:<{width}}  cannot be read: {learner.damaged}")
+            continue
         cells = ""
         for notebook in begun:
             passed, of = learner.passed[notebook], len(asked[notebook])

@@ -7,18 +7,22 @@ notebooks (`fsdplab course test --times FILE`), one at a time; the course's own 
 from __future__ import annotations
 
 import csv
+import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from fsdplab.common.files import read_file, write_output
 from fsdplab.common.places import shared_folder
 
 from .course import CourseError, notebooks_in, read
 from .course_run import NotebookRun
 
 TIMES = "course_times.csv"
+_LARGEST_FILE = 10**6  # bytes
 _COLUMNS = ("notebook", "edition", "seconds", "bytes", "outcome")
 _MINUTES = re.compile(r"\*(\d+) minutes")
 
@@ -51,7 +55,10 @@ class Cost:
 
 def costs(sources: Path | str, times: Path | None = None) -> dict[str, Cost]:
     """Return what every notebook of a folder takes, by its number; CourseError where one names no minutes."""
-    measured = seconds_of(times or shared_folder("data") / TIMES)
+    own_times = shared_folder("data") / TIMES
+    measured = {}
+    if times or own_times.is_file():
+        measured = seconds_of(times or own_times)
     by_number = {}
     for path in notebooks_in(sources):
         minutes = _MINUTES.search(read(path).cells[0].source)
@@ -63,26 +70,31 @@ def costs(sources: Path | str, times: Path | None = None) -> dict[str, Cost]:
 
 
 def seconds_of(times: Path) -> dict[str, float]:
-    """Return the longest measured run of each notebook, over its editions; {} where nothing was measured."""
+    """Return the longest measured run of each notebook, over its editions; CourseError for a file of anything else."""
     longest: dict[str, float] = {}
-    if not times.is_file():
-        return longest
-    with times.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            earlier = longest.get(row["notebook"], 0.0)
-            longest[row["notebook"]] = max(float(row["seconds"]), earlier)
+    try:
+        for row in csv.DictReader(read_file(times, _LARGEST_FILE).decode().splitlines()):
+            seconds = float(row["seconds"])
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"{seconds} seconds")
+            longest[row["notebook"]] = max(seconds, longest.get(row["notebook"], 0.0))
+    except (KeyError, TypeError, ValueError):
+        longest.clear()
+    if not longest:
+        raise CourseError(f"{times} holds no times of notebooks; expected a file of `fsdplab course test --times FILE`")
     return longest
 
 
 def write_times(path: Path, runs: Sequence[NotebookRun], directory: Path) -> None:
     """Write the runs of a course as CSV, a notebook and edition a row."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(_COLUMNS)
-        for run in runs:
-            nbytes = (directory / run.notebook).stat().st_size
-            outcome = "failed" if run.failure else "ended"
-            rows.writerow([run.notebook, run.edition, f"{run.seconds:.0f}", nbytes, outcome])
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(_COLUMNS)
+    for run in runs:
+        nbytes = (directory / run.notebook).stat().st_size
+        outcome = "failed" if run.failure else "ended"
+        rows.writerow([run.notebook, run.edition, f"{run.seconds:.0f}", nbytes, outcome])
+    write_output(path, text.getvalue())
 
 
 def table_of(by_number: Mapping[str, Cost]) -> list[str]:

@@ -218,7 +218,7 @@ def calibration_of(workspace: Workspace) -> Calibration:
     """Return every scored prediction that the learner made, by name."""
     scores = []
     for name, row in sorted(workspace.read(FILE).items()):
-        if row["by_learner"] and row["measured"] is not None:
+        if row.get("by_learner") and row["measured"] is not None:
             origin = row.get("origin", "measured")
             scores.append(Score(name, row["unit"], row["predicted"], row["measured"], origin))
     return Calibration(tuple(scores))

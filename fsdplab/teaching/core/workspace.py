@@ -102,7 +102,10 @@ class Workspace:
         path = self.file_of(exercise)
         if not path.exists():
             return None
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise WorkspaceError(f"{path} is not UTF-8 text; save it as UTF-8, or run its cell again") from error
 
     def save(self, exercise: str, source: str) -> Path:
         """Write the learner's source and return its file."""
@@ -175,6 +178,12 @@ class Workspace:
             raise WorkspaceError(
                 f"{path} holds a {type(content).__name__}, expected a JSON object; delete it to start afresh"
             )
+        for id, noted in content.items():
+            if not isinstance(noted, dict):
+                raise WorkspaceError(
+                    f"{path} holds a {type(noted).__name__} for {id!r:.60}, expected a JSON object; delete the file to"
+                    " start afresh"
+                )
         return content
 
     def write(self, name: str, content: dict[str, Any]) -> None:
