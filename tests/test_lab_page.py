@@ -253,6 +253,56 @@ def test_every_control_is_reached_by_keyboard_with_a_ring_and_a_name(live_site: 
 
 
 @needs_chromium
+@needs_pyodide
+@pytest.mark.timeout(900)
+def test_an_answer_that_is_waited_for_dims_the_old_one_and_the_bar_is_full_only_at_the_end(
+    live_site: Path, browser: Any, tmp_path: Path
+) -> None:
+    host, held = Host(live_site), list[Any]()
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+    context.route("**/pyodide.asm.wasm", held.append)
+    page = patient(context.new_page())
+    page.goto(f"{host.address}/")
+    opacity = "getComputedStyle(document.querySelector('.fl-stage')).opacity"
+    assert page.evaluate(opacity) == "1", "nothing was asked yet"
+    page.get_by_label("Link between the ranks", exact=True).press("ArrowRight")
+    page.locator(".fl-old").wait_for()
+    assert page.evaluate(opacity) == "0.4"
+    assert page.locator(".fl-message").inner_text().startswith("waiting for Python: it is being loaded")
+    page.screenshot(path=str(tmp_path / "loading.png"))
+    while not held:
+        page.wait_for_timeout(50)
+    assert float(page.locator("#loaded").get_attribute("value") or 0) < 100
+    held[0].continue_()
+    page.wait_for_function("document.getElementById('state').textContent.includes('is being started')")
+    assert page.locator("#loaded").get_attribute("value") is None, "it runs on without an end"
+    page.wait_for_function("document.body.dataset.ready && document.body.dataset.rest === 'yes'", timeout=240_000)
+    assert page.locator(".fl-old").count() == 0 and page.evaluate(opacity) == "1"
+    assert page.locator("#loaded").is_hidden()
+    host.stop()
+
+
+@needs_chromium
+def test_the_first_pages_switch_holds_for_lessons_and_what_is_printed_is_light(
+    small_course: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
+) -> None:
+    build_site(small_course, tmp_path / "site", live=pyodide(str(empty_pyodide)))
+    host = Host(tmp_path / "site")
+    page = patient(browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="light").new_page())
+    is_dark = "document.documentElement.classList.contains('dark')"
+    page.goto(f"{host.address}/")
+    page.get_by_role("button", name="dark page").click()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert not page.evaluate(is_dark)
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    for name in ("index.html", "planner.html", "01_small.html"):
+        page.goto(f"{host.address}/{name}")
+        assert page.evaluate(is_dark) and page.evaluate("document.documentElement.scrollWidth") == 390, name
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 17, 17)"
+    host.stop()
+
+
+@needs_chromium
 def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_answer(
     small_course: Path, empty_pyodide: Path, browser: Any, tmp_path: Path
 ) -> None:
@@ -263,5 +313,7 @@ def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_answe
         page.locator("#state.bad").wait_for()
         assert page.locator("#state").inner_text().startswith("Python could not be started (")
         assert "no_shard: memory 373 MB" in page.locator(".fl-figure svg").get_attribute("aria-label")
+        page.get_by_label("Link between the ranks", exact=True).press("ArrowRight")
+        page.get_by_text("no answer: Python could not be started, as the line above the lab says").wait_for()
     assert "only from a server: python -m http.server" in page.locator("#state").inner_text()
     host.stop()

@@ -192,7 +192,14 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(
         lab.answered(lambda: lab.press("Guess first"))
         assert page.locator(".fl-figure").is_hidden() and page.locator(".fl-sentence").is_hidden()
         lab.answered(lambda: lab.press("Show the answer"))
-        lab.says("expected A, B or equal")
+        lacking = page.locator(".fl-lacking")
+        assert lacking.inner_text().startswith("First choose A, B or equal")
+        button = page.get_by_role("button", name="Show the answer").bounding_box()
+        assert abs(lacking.bounding_box()["y"] - button["y"]) < 2 * button["height"], "it is said at the button"
+        lab.press("Measure 5 runs")
+        assert lacking.inner_text().startswith("Measuring would show the answer: make your guess, then measure.")
+        assert page.evaluate("document.activeElement.textContent") == "A", "the guess is what to do next"
+        assert page.get_by_role("button", name="Cancel").is_disabled(), "nothing was started"
         lab.answered(lambda: page.locator(".fl-asks").get_by_role("button", name="A", exact=True).click())
         page.get_by_label("Guess of B's memory").fill("200MB")
         lab.answered(lambda: lab.press("Show the answer"))

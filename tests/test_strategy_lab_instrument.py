@@ -205,16 +205,16 @@ def test_steps_that_are_nearly_equal_are_equal() -> None:
 @pytest.mark.parametrize(
     "faster,memory,words",
     [
-        ("", "200MB", "the guess of the step is ''; expected A, B or equal"),
-        ("C", "200MB", "expected A, B or equal"),
-        ("A", "much", "the guess of the memory is 'much'; expected a number of MB, or a size with its unit"),
-        ("A", "", "expected a number of MB"),
+        ("", "200MB", "First choose A, B or equal: whose step do you expect to be shorter?"),
+        ("C", "200MB", "First choose A, B or equal"),
+        ("A", "much", "The memory is 'much'; expected a number of MB, or a size with its unit, such as 1.5GB."),
+        ("A", "", "Now write how much memory you expect B to need, in MB: a rough number is enough."),
         ("A", "-3", "expected a number of MB"),
     ],
 )
 def test_a_wrong_guess_is_refused_and_the_answer_stays_hidden(faster: str, memory: str, words: str) -> None:
     guess = Guess(True, True, faster, memory)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         judge(guess, an_outcome(), an_outcome())
     shown = answer(Choices(), Look(guess=guess), FIXED)
     assert shown["hidden"] and words in shown["errors"]["guess"] and "rows" not in shown

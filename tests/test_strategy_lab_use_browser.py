@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +128,37 @@ def test_no_title_touches_another_and_what_has_no_figure_has_a_reason(lab_cells:
         lab.choose("Units", "linear")
         lab.root.get_by_text("plans of published models have blocks as units: expected auto or block").wait_for()
         assert lab.root.get_by_label("Units", exact=True).evaluate("e => e.classList.contains('fl-wrong')")
+
+
+@pytest.mark.timeout(600)
+@needs_chromium
+def test_measure_waits_for_an_open_guess_and_nothing_tells_the_answer(lab_cells: Cells, tmp_path: Path) -> None:
+    """By keyboard, on a narrow page; then the kernel is restarted under the lab."""
+    with shown(lab_cells) as lab:
+        page, keys = lab.page, lab.page.keyboard
+        lab.press("Guess first")
+        page.set_viewport_size({"width": 700, "height": 900})
+        page.locator(".fl-instrument.fl-narrow").wait_for()
+        assert page.locator(".fl-said").count() == 0, "the marks of the link tell a part of the answer"
+        page.get_by_role("button", name="Measure 5 runs").focus()
+        keys.press("Enter")
+        lab.root.get_by_text("Measuring would show the answer: make your guess, then measure.").wait_for()
+        assert page.get_by_role("button", name="Cancel").is_disabled(), "nothing was started"
+        page.screenshot(path=str(tmp_path / "guess.png"))
+        assert page.evaluate("() => document.activeElement.textContent") == "A", "the guess is what to do next"
+        lab.answered(lambda: keys.press("Enter"))
+        page.get_by_label("Guess of B's memory").fill("200")
+        lab.answered(lambda: keys.press("Enter"))
+        lab.root.get_by_text("You said 200 MB for B").wait_for()
+
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        page.locator(".lm-Menu-itemLabel", has_text="Restart Kernel…").first.click()
+        page.get_by_role("button", name="Confirm Kernel Restart").click()
+        page.locator(".fsdplab-lab.jupyter-widgets-disconnected").wait_for()
+        lab.root.get_by_role("button", name="prefetch 0").click()
+        lab.root.get_by_text("no answer: the kernel has ended").wait_for()
+        assert page.locator(".fl-old").count() == 0, "it is dim already"
 
 
 def tabbed_through(page: Any) -> list[Any]:

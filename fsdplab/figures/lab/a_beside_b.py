@@ -39,14 +39,16 @@ def guessed_bytes(memory: str, unit: str) -> int:
 
 
 def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
-    """The guess beside the answer, in one line; ValueError says what a guess must be."""
+    """The guess beside the answer, in one line; ValueError says what it lacks, for the reader beside the button."""
     if guess.faster not in ("A", "B", "equal"):
-        raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
+        raise ValueError("First choose A, B or equal: whose step do you expect to be shorter?")
+    if not guess.memory.strip():
+        raise ValueError(f"Now write how much memory you expect B to need, in {unit}: a rough number is enough.")
     try:
         memory = guessed_bytes(guess.memory, unit)
     except ValueError:
-        expected = f"expected a number of {unit}, or a size with its unit"
-        raise ValueError(f"the guess of the memory is {guess.memory!r}; {expected}") from None
+        expected = f"expected a number of {unit}, or a size with its unit, such as 1.5GB"
+        raise ValueError(f"The memory is {guess.memory!r:.40}; {expected}.") from None
     # what is not simulated of A or B is not judged
     parts = []
     if a.step and b.step:

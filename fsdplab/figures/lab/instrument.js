@@ -290,10 +290,23 @@ function render({ model, el }) {
     model.set("asked", structuredClone(asked));
     if (press) model.set("pressed", { n: number, what: press });
     model.save_changes();
-    clearTimeout(waiting);
-    // a kernel that runs a cell does not answer: say so after a moment
-    waiting = setTimeout(() => say(offers.waiting, "fl-waits"), BUSY_AFTER_MS);
+    awaitAnswer();
     showControls();
+  }
+  // Python may be at work or still be loaded: after a moment this is said, and what is drawn is marked as old. A slider
+  // that goes on moving does not begin that moment anew.
+  function awaitAnswer() {
+    waiting ||= setTimeout(() => {
+      // JupyterLab marks the widgets of a kernel that has ended; no answer will come
+      const ended = Boolean(root.closest(".jupyter-widgets-disconnected"));
+      root.classList.toggle("fl-old", !ended);
+      say(ended ? "no answer: the kernel has ended, as the line above the lab says" : offers.waiting, "fl-waits");
+    }, BUSY_AFTER_MS);
+  }
+  function noLongerAwaits() {
+    clearTimeout(waiting);
+    waiting = 0;
+    root.classList.remove("fl-old");
   }
   function ask(choices = {}, look = {}) {
     Object.assign(asked.choices, choices);
@@ -344,12 +357,13 @@ function render({ model, el }) {
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
   const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });
   const stage = element("div", { class: "fl-stage" }, figure, handle, tooltip);
-  const memory = element("input", { type: "text", "aria-label": "Guess of B's memory", onchange: () => { asked.guess.memory = memory.value; } });
+  const memory = element("input", { type: "text", "aria-label": "Guess of B's memory", onchange: () => { asked.guess.memory = memory.value; }, onkeydown: (event) => { if (event.key === "Enter") reveal.click(); } });
   const question = element("p", {}), unit = element("span", {}), faster = element("div", { class: "fl-group", role: "group", "aria-label": "Guess of the shorter step" });
   const reveal = element("button", { type: "button", class: "fl-go", onclick: () => guess({ memory: memory.value, given: true }) }, "Show the answer");
-  const asks = element("div", { class: "fl-asks", hidden: true }, question, element("div", { class: "fl-line" }, element("span", {}, "Shorter step:"), faster, element("label", {}, "B needs ", memory, unit), reveal));
+  const lacking = element("span", { class: "fl-lacking", role: "alert" }); // what a guess lacks, beside its button
+  const asks = element("div", { class: "fl-asks", hidden: true }, question, element("div", { class: "fl-line" }, element("span", {}, "Shorter step:"), faster, element("label", {}, "B needs ", memory, unit), reveal, lacking));
   const sentence = element("p", { class: "fl-sentence" });
-  const measure = element("button", { type: "button", class: "fl-go", onclick: () => send("measure") }, "Measure");
+  const measure = element("button", { type: "button", class: "fl-go", onclick: measureNow }, "Measure");
   const cancel = element("button", { type: "button", onclick: () => send("cancel") }, "Cancel");
   const bar = element("progress", { max: 1, "aria-label": "Progress of the runs" });
   const message = element("div", { class: "fl-message", role: "status" });
@@ -372,6 +386,18 @@ function render({ model, el }) {
     message.textContent = text;
     message.className = `fl-message ${look}`;
   }
+  // Measured runs would show the answer before the guess, and nothing is drawn over which they could lie.
+  function measureNow() {
+    if (!answer.hidden || !offers.measures) return send("measure");
+    lacking.textContent = "Measuring would show the answer: make your guess, then measure. Or press Guess first again to go on without one.";
+    toWhatLacks();
+  }
+  // To the first part of the guess that is missing.
+  function toWhatLacks() {
+    const place = asked.guess.faster ? memory : faster.firstElementChild;
+    place.focus();
+    asks.scrollIntoView({ block: "nearest" });
+  }
   function showControls() {
     const preset = presetOf();
     for (const each of [...top, ...second, ...more]) each.show(asked, preset);
@@ -380,7 +406,7 @@ function render({ model, el }) {
     sequence.show(asked, preset, answer);
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
     sequence.node.hidden = tokens.node.hidden || (preset.measured && offers.fixed.includes("sequence_length"));
-    keepFocus(faster, () => faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "data-key": each, "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each))));
+    keepFocus(faster, () => faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "data-key": each, "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value, given: false }) }, each))));
     // what the reader is typing is left alone
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     // `link typed` is of the control `link`, too
@@ -400,7 +426,7 @@ function render({ model, el }) {
     copied.textContent = "Copy";
   }
   function showProgress() {
-    const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
+    const now = model.get("progress"), { guess: _, ...wrong } = answer.errors ?? {}, error = Object.values(wrong)[0]; // what a guess lacks stands beside it
     const had = document.activeElement;
     measure.disabled = now.busy || !presetOf().measured;
     measure.textContent = presetOf().measured ? now.what : "Simulated only";
@@ -421,12 +447,12 @@ function render({ model, el }) {
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
     unit.textContent = ` ${answer.unit ?? ""}`;
+    // the drawing is laid out in its own units, which are larger on wide pages and on projectors
+    const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), inside = width / scale;
+    if (el.clientWidth) root.classList.toggle("fl-narrow", inside < NARROW); // controls are there without an answer, too
     if (answer.rows && el.clientWidth) {
-      // the drawing is laid out in its own units, which are larger on wide pages and on projectors
-      const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
-      const inside = width / scale, places = placesOf(answer, offers, inside), top = bars(answer, offers, places, tips);
+      const tips = [], places = placesOf(answer, offers, inside), top = bars(answer, offers, places, tips);
       const below = timeline(answer, offers, inside, places.height, tips), height = places.height + below.height;
-      root.classList.toggle("fl-narrow", places.narrow);
       keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${below.svg}</svg>`; });
       fitTitles(figure);
       drawn = { tips, card: top.card, scale };
@@ -495,14 +521,17 @@ function render({ model, el }) {
 
   const answered = () => {
     answer = model.get("answer");
-    if (answer.n >= number) {
-      clearTimeout(waiting);
+    lacking.textContent = answer.errors?.guess ?? "";
+    noLongerAwaits();
+    if (answer.n < number) awaitAnswer(); // to what was asked since
+    else {
       number = answer.n;
       asked = structuredClone(answer.asked);
       showControls();
       showProgress();
     }
     draw();
+    showMarks();
     root.dataset.answered = answer.n;
   };
   const resized = new ResizeObserver(() => {
@@ -519,7 +548,8 @@ function render({ model, el }) {
     const cell = el.closest(".jp-Cell");
     if (cell?.matches(".jp-mod-active") || cell?.nextElementSibling?.matches(".jp-mod-active")) root.scrollIntoView({ block: "nearest" });
   }
-  const showMarks = () => link.mark(model.get("marks"));
+  // Marks come behind the answer: while it is hidden, those of the answer before would tell a part of it.
+  const showMarks = () => link.mark(answer.hidden ? [] : model.get("marks"));
   model.on("change:answer", answered);
   model.on("change:marks", showMarks);
   model.on("change:more", showMore);

@@ -108,6 +108,7 @@ async function start() {
     const sources = await fetch(SETUP.sources);
     if (!sources.ok) throw new Error(`${SETUP.sources}: ${sources.status}`);
     python.unpackArchive(await sources.arrayBuffer(), "zip");
+    byId("loaded").removeAttribute("value");  // a full bar would say that the planner is ready
     say("The planner is being started.");
     answered = python.runPython("from fsdplab.figures.live.answer import answered\nanswered");
   } finally {
