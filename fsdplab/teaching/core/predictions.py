@@ -267,8 +267,8 @@ class _LocksWhatIsUsed:
         used, made = names_used(cell), names_made(cell)
         for name in sorted(used - names_bound(cell)):
             if name in self._missing:
-                prediction = self._missing[name]
-                raise self._stop(made, prediction, _lacks(name, prediction))
+                unmade_by = self._missing[name]
+                raise self._stop(made, unmade_by, _lacks(name, unmade_by))
         shell = running_shell()
         values = [shell.user_ns.get(name) for name in sorted(used)]
         predictions = [value for value in values if isinstance(value, Prediction)]
