@@ -37,7 +37,9 @@ def svg_of(page_html: str, width: int = WIDTH) -> str:
         browser.close()
     picture = urllib.parse.unquote(address.partition(",")[2])
     begins = picture.index(">", picture.index("<svg")) + 1
-    return f"{picture[:begins]}<title>{html.escape(alt)}</title>{picture[begins:]}"
+    # the words are dark, and a reader's page may be dark too
+    ground = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return f"{picture[:begins]}<title>{html.escape(alt)}</title>{ground}{picture[begins:]}"
 
 
 def _answer(route: Any, script: str) -> None:

@@ -17,7 +17,7 @@ from fsdplab.figures.profile_data import breakdown_of, duration
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching import overlapping
-from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core import answers, checking, registry
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb07_overlap import on_ranks
 from tests.lesson_cells import run_cell
@@ -36,6 +36,16 @@ def test_the_expected_values_are_right():
     assert [seen["ms"] for seen in in_all_cases(EXPOSED)] == [1.375 * whole for whole in (4, 13, 10, 13, 8, 14, 3, 0)]
     next_units = ["blocks.1", "blocks.1, blocks.2", "blocks.2", "blocks.2, blocks.1", "blocks.0", "", ""]
     assert [seen["units"] for seen in in_all_cases(AHEAD)] == next_units
+
+
+def test_who_counts_whole_ms_is_told_of_the_fractions(workspace):
+    source = (
+        "def exposed(communication, compute):\n"
+        "    held = lambda spans: {t for a, b in spans for t in range(int(a), int(b))}\n"
+        "    return len(held(communication) - held(compute))\n"
+    )
+    feedback = checking.feedback_on(EXPOSED, workspace.save(EXPOSED.id, source), workspace)
+    assert feedback is not None and "fractions of a ms" in feedback.cause
 
 
 # --- the steady card

@@ -583,6 +583,32 @@ def test_an_empty_field_on_a_page_stops_the_next_cell_once(course, capsys):
         InteractiveShell.clear_instance()
 
 
+def test_cells_below_a_stopped_one_say_what_is_missing(course):
+    """Also where an earlier cell made a name of that kind, whose value would be another run's."""
+    shell = InteractiveShell.instance()
+
+    def refused(cell: str) -> str:
+        error = shell.run_cell(cell, store_history=False).error_before_exec
+        return str(error or "")
+
+    scoring = "run = 7\nheld = {each: run for each in 'ab'}\npeak.score(run)"
+    try:
+        shell.user_ns["predict"] = teaching.predict
+        shell.run_cell('run, each = 3, 0\npeak = predict("00.peak", unit="MB")').raise_error()
+        shell.user_ns["peak"].is_on_page = lambda: True
+        assert refused(scoring).startswith("The field is still empty")
+        assert refused("total = run + 1") == (
+            "`run` is missing: the cell that makes it was stopped, since the field of 00.peak was empty. Run that cell"
+            " once more, then this one."
+        )
+        assert refused("def double():\n    return 2 * total\ndouble()").startswith("`total` is missing"), "in turn"
+        assert not refused("print(each, [held for held in 'xy'], (lambda run: run)(1))"), "these are its own, or there"
+        assert not refused(scoring) and not refused("total = run + 1")
+        assert not refused("held, total") and shell.user_ns["total"] == 8
+    finally:
+        InteractiveShell.clear_instance()
+
+
 def test_predict_runs_with_nobody_there(course, capsys):
     predicted = teaching.predict("00.peak", unit="MB", measured="0.1 GB")
     said = capsys.readouterr().out

@@ -215,6 +215,13 @@ def test_a_prediction_is_made_before_its_run(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_caption_says_whose_function_it_shows(path):
+    """`owner(...)` is "your" only where the check has passed; a caption that says so itself is wrong before."""
+    code = "\n".join(text for kind, text in cells_of(path) if kind == "code")
+    assert re.findall(r"\byour (?:own )?(?:function|rule|order|tokens|largest)\b", code) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_links_to_the_glossary_show_the_entry(path):
     text = "\n".join(text for kind, text in cells_of(path) if kind == "markdown")
     links = re.findall(r'\(GLOSSARY\.md#([\w-]+) "([^"]*)"\)', text)

@@ -73,9 +73,11 @@ def parse_card(text: str) -> int | None:
 
 
 def seconds(value: float | None) -> str:
-    """Write a duration with three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`."""
+    """Write a duration with three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`; none is `0`."""
     if value is None:
         return MISSING
+    if abs(value) < 0.5e-8:  # less would read as 0.00 µs
+        return "0"
     if value >= 0.9995:
         return f"{three_digits(value)} s"
     if value >= 0.9995e-3:

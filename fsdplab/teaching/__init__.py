@@ -26,6 +26,7 @@ _SOURCES = {
     "solution": "core.checking",
     "solution_file": "core.checking",
     "use": "core.checking",
+    "owner": "core.functions_in_use",
     "CheckFailed": "core.course_state",
     "predict": "core.predictions",
     "calibration": "core.predictions",

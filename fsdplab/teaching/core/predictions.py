@@ -3,7 +3,7 @@
 Predicting before measuring is half of the course, so the record is kept: over many predictions a learner sees whether
 they guess high or low, and how far. The field is empty at first, since any number in it would be a hint. Without a
 number a notebook still runs, unattended too; the score then says that none was predicted. Where the field is on a page,
-the cell that would score it empty stops once.
+the cell that would score it empty stops once; cells below it that need its names say so in one sentence, until it runs.
 """
 
 from __future__ import annotations
@@ -254,34 +254,57 @@ def _lock_when_scored() -> None:
 class _LocksWhatIsUsed:
     """Sees each cell before it runs, as a transformer of IPython: the only place from which a cell can be stopped."""
 
+    def __init__(self) -> None:
+        # a name that a stopped cell would have made -> the prediction whose field was empty
+        self._missing: dict[str, str] = {}
+
     def visit(self, cell: ast.AST) -> ast.AST:
         """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`.
 
-        InputRejected, which stops the cell, where a field is empty and that was not said yet.
+        InputRejected, which stops the cell, where a field is empty and that was not said yet, and where the cell needs
+        a name that only a stopped cell makes: without it there would be a NameError, or an earlier value.
         """
+        used, made = names_used(cell), names_made(cell)
+        for name in sorted(used - names_bound(cell)):
+            if name in self._missing:
+                unmade_by = self._missing[name]
+                raise self._stop(made, unmade_by, _lacks(name, unmade_by))
         shell = running_shell()
-        values = [shell.user_ns.get(name) for name in sorted(names_used(cell))]
+        values = [shell.user_ns.get(name) for name in sorted(used)]
         predictions = [value for value in values if isinstance(value, Prediction)]
         empty = [prediction.name for prediction in predictions if prediction.ask_again()]
         if empty:
-            raise _stopped(empty)
+            raise self._stop(made, empty[0], _still_empty(empty))
+        for name in made:
+            self._missing.pop(name, None)
         for prediction in predictions:
             prediction.lock()
         return cell
 
+    def _stop(self, made: set[str], prediction: str, why: str) -> Exception:
+        """Note that what the cell makes will be missing, and return the error that stops it."""
+        from IPython.core.error import InputRejected
 
-def _stopped(empty: Sequence[str]) -> Exception:
-    """Return the error that stops a cell, which IPython shows as one line."""
-    from IPython.core.error import InputRejected
+        self._missing |= dict.fromkeys(made, prediction)
+        error = InputRejected(why)
+        # IPython prints these lines in place of a traceback
+        error._render_traceback_ = lambda: [str(error)]
+        return error
 
+
+def _lacks(name: str, prediction: str) -> str:
+    return (
+        f"`{name}` is missing: the cell that makes it was stopped, since the field of {prediction} was empty. Run that"
+        " cell once more, then this one."
+    )
+
+
+def _still_empty(empty: Sequence[str]) -> str:
     field = "The field is" if len(empty) == 1 else "The fields are"
-    error = InputRejected(
+    return (
         f"{field} still empty: {', '.join(empty)}. Write your number into it and press Enter, or run this cell once"
         " more to go on without a prediction."
     )
-    # IPython prints these lines in place of a traceback
-    error._render_traceback_ = lambda: [str(error)]
-    return error
 
 
 def names_used(cell: ast.AST) -> set[str]:
@@ -297,6 +320,46 @@ def names_used(cell: ast.AST) -> set[str]:
         # a name that is assigned, as in `peak = predict(...)`, is not read
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in only_valued:
             names.add(node.id)
+    return names
+
+
+def names_bound(cell: ast.AST) -> set[str]:
+    """Return the names that a cell assigns anywhere, also inside of functions: what it reads of these is its own."""
+    names = set()
+    for node in ast.walk(cell):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names | _assigned(list(ast.walk(cell)))
+
+
+def names_made(cell: ast.AST) -> set[str]:
+    """Return the names that a cell leaves in the notebook: `{"a", "f"}` of `a = [x for x in b]` and `def f(y): ...`."""
+    nodes, waiting = [], [cell]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        # what these assign inside stays inside
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return _assigned(nodes)
+
+
+_SCOPES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
+def _assigned(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the names that these nodes assign, define or import."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
     return names
 
 

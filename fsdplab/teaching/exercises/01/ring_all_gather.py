@@ -3,9 +3,9 @@
 Write ring_all_gather(mine) with isend and recv: every rank talks to its neighbours only, in n - 1 steps.
 
 1. Draw three ranks in a circle. After the first step, which block does each rank own that its right neighbour lacks?
-2. At step s, rank r sends the block of rank `(r - s) % n`, which it has just received, and receives that of
-   `(r - s - 1) % n`. If everybody sends first and waits, nobody receives: start the send, receive, then wait for the
-   send.
+2. At step s, counted from 0, rank r sends the block of rank `(r - s) % n`: first its own, then the one that it has
+   just received. It receives that of `(r - s - 1) % n`. If everybody sends first and waits, nobody receives: start the
+   send, receive, then wait for the send.
 3. In the loop: `sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)`, then `dist.recv` into
    `whole[(rank - step - 1) % n]` from `(rank - 1) % n`, then `sending.wait()`.
 """

@@ -3,8 +3,8 @@
 Write exposed(communication, compute): how many ms a message is on its way while nothing is computed, |M without C|.
 Times are in ms, with fractions.
 
-1. Between two neighbouring edges (starts and ends of any interval) nothing changes. What must hold of such a piece, so
-   that it counts?
+1. Between two neighbouring edges (starts and ends of any interval, which need not be whole ms) nothing changes. What
+   must hold of such a piece, so that it counts?
 2. Sort all edges. A piece between two of them counts if it lies in some interval of communication and in none of
    compute.
 3. `for start, end in zip(edges, edges[1:])`: add end - start if any(a <= start and end <= b for a, b in communication)
@@ -32,7 +32,7 @@ SCALE = 1.375  # whoever counts whole milliseconds must learn it here, before a 
 
 def cases(rank, n):
     for name, moved, computed in (
-        ("a message, half under compute", [(0, 10)], [(4, 25)]),
+        ("a message, partly under compute", [(0, 10)], [(4, 25)]),
         ("compute in two pieces under one message", [(0, 20)], [(2, 6), (10, 13)]),
         ("compute that came before the message", [(50, 60)], [(0, 40)]),
         ("two messages at once", [(0, 10), (5, 15)], [(13, 30)]),
@@ -51,6 +51,8 @@ def observe(exposed, communication, compute):
 def said(got, right):
     if not isinstance(got["ms"], (int, float)):
         return "one number is expected: a duration"
+    if isinstance(got["ms"], int) and got["ms"]:
+        return "intervals begin and end at fractions of a ms: whole ms cannot be counted, add up the pieces' lengths"
     if got["ms"] < right["ms"]:
         return (
             "too little: pieces are missing, or taken away twice. Intervals come in any order, each piece between two"

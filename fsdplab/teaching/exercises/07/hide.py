@@ -1,6 +1,6 @@
 """Hide the traffic
 
-Write hide(): settings with which at most 300 ms a step are exposed on the steady card.
+Write hide(): settings with which at most 300 ms a step are exposed on the emulated card.
 
 1. Change one setting at a time, and read which of the three (all-gathers in forward, in backward, reductions)
    shows most.
@@ -33,7 +33,7 @@ from fsdplab.teaching.lessons.nb07_overlap.on_ranks import LATENCY_MS, PARTS, TA
 
 
 def cases(rank, n):
-    yield ("steps on the steady card",)
+    yield ("steps on the emulated card",)
 
 
 def observe(hide):

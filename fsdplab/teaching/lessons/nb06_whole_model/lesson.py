@@ -203,7 +203,7 @@ class Beside(HasTable):
         return table(header, rows, f"Measured on 2 real ranks, {self.model} in fp32; my_fsdp {self.whose}.")
 
 
-@doing("training under your engine, under DDP and under fully_shard")
+@doing("training under the engine of six functions, under DDP and under fully_shard")
 def beside_ddp(model: str = "gpt-20m", steps: int = 3) -> Beside:
     """Train a preset under the learner's engine, and under torch's DDP and fully_shard, on the same text."""
     work = {**WORK, "model": model, "steps": steps, "ranks": 2}

@@ -25,6 +25,7 @@ from fsdplab.planning.published import FIT, HELD_OUT, SPEED
 from fsdplab.planning.remedies import shortfall
 from fsdplab.planning.search import WHY, fit
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.functions_in_use import owner
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
 
@@ -169,7 +170,7 @@ def _panel(
 
 def weighed(order: dict[str, Any]) -> Table:
     """Return an order beside the cheapest plans of both cards that end in time."""
-    rows = [["your order", *_row(ordered(**order), order["gpu"])]]
+    rows = [[f"{owner('19.order')} order", *_row(ordered(**order), order["gpu"])]]
     for gpu in PRICES:
         in_time = []
         for gpus in LADDER:

@@ -63,7 +63,7 @@ class StepOrder:
         return _figure(replayed(moments), self.whose, at_once)
 
 
-@doing("three steps under your function")
+@doing("three steps under fully_shard, as in the file")
 def order(blocks: int = 4) -> StepOrder:
     """Return the order of a step under the learner's function, on two ranks."""
     # what rank 0 saw; both ranks make the same calls
