@@ -35,6 +35,14 @@ def _exchanges_itself(facts: StepFacts) -> bool:
     return any(name.startswith("own ") and "barrier" not in name for name in facts.activities)
 
 
+def _model_communicates(facts: StepFacts) -> bool:
+    """Whether a collective of no unit runs before the backward: a part of the model, or a loss that is averaged."""
+    for row in facts.record.table("collectives"):
+        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
+            return True
+    return False
+
+
 def _reductions(facts: StepFacts) -> dict[int, list[Row]]:
     """Rank 0's reductions of each profiled step."""
     of_step: dict[int, list[Row]] = {step: [] for step in facts.steps}
@@ -47,7 +55,9 @@ def _reductions(facts: StepFacts) -> dict[int, list[Row]]:
 def _not_reduced(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report that an engine reduces no gradient, or that ranks without an engine exchange nothing at all."""
     is_a_job = facts.spec.get("job") and _ranks(facts) > 1 and facts.steps
-    if not is_a_job or facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
+    # what other transports do is in no trace
+    is_seen = any(name in str(facts.record.environment.get("backend")) for name in ("gloo", "nccl"))
+    if not is_a_job or not is_seen or facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
         return None
     engine = facts.spec.get("engine")
     collectives = facts.record.table("collectives")
@@ -103,7 +113,8 @@ def _last_backward(compute: Sequence[Row]) -> int | None:
 
 def _updates_nothing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report an optimizer none of whose parameters has a gradient when it steps."""
-    if not facts.observed.get("updates_nothing"):
+    # without a backward the optimizer has its values from somewhere else
+    if not facts.observed.get("updates_nothing") or "backward" not in facts.activities:
         return None
     why = "they were set to zero before the step"
     if not facts.observed.get("has_model"):
@@ -123,7 +134,7 @@ def _not_stepped(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _outside_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report parameters that no unit of FSDP2 has, though others are sharded: nothing reduces their gradients."""
     count = facts.observed.get("outside_parameters")
-    if not count or _ranks(facts) < 2 or _exchanges_itself(facts):
+    if not count or _ranks(facts) < 2 or _exchanges_itself(facts) or _model_communicates(facts):
         return None
     values = {"outside": plural(count, "parameter"), "size": size(facts.observed.get("outside_bytes") or 0)}
     return Fact(kind, 0.0, "step", values=values)
@@ -145,7 +156,7 @@ def _remade_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
 def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report ranks whose losses are the same number in every step, in a job that shards data."""
     engine = facts.spec.get("engine")
-    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _averages_its_loss(facts):
+    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _model_communicates(facts):
         return None
     losses_of_step = []
     for _, rows in grouped(facts.record.table("steps"), itemgetter("step")).items():
@@ -159,14 +170,6 @@ def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if any(len(losses) > 1 for losses in losses_of_step):
         return None
     return Fact(kind, 0.0, "step", values={"steps": len(losses_of_step), "ranks": _ranks(facts)})
-
-
-def _averages_its_loss(facts: StepFacts) -> bool:
-    """Whether a collective of no unit runs before the backward: it may make the loss the same on all ranks."""
-    for row in facts.record.table("collectives"):
-        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
-            return True
-    return False
 
 
 # these come before all others: they change what is trained
