@@ -322,16 +322,33 @@ def test_ranks_that_train_on_the_same_data_are_named(tmp_path):
         assert faults(record) == []
 
 
+def computing(record: RunRecord, *begins_ns: tuple[str, int]) -> RunRecord:
+    """Rank 0 computes phases that begin so long after each step's begin."""
+    rows = []
+    for step in PROFILED:
+        for phase, begin in begins_ns:
+            start = step * 100 * MS + begin
+            rows.append({"rank": 0, "step": step, "lane": "compute", "phase": phase, "start_ns": start})
+    record.tables["timeline"] = rows
+    return record
+
+
+def test_buckets_of_one_size_are_sent_once_and_told_from_repeated_ones(tmp_path):
+    """All are sent when a step begins: after the last of two backwards, or in the only one that the trace shows."""
+    buckets = 4 * [("all_reduce", "", "backward", 25_000_000)]
+    twice = [("forward", -4), ("backward", -3), ("forward", -2), ("backward", -1)]
+    assert faults(computing(job(tmp_path, DDP, buckets, backward=(2, 30 * MS, 0)), *twice)) == []
+    record = computing(job(tmp_path, DDP, buckets, backward=(2, 30 * MS, 0)), *twice)
+    for number, each in enumerate(record.table("collectives")):
+        each["start_ns"] -= 2 * (number % 2)
+    assert "reduced 2 times a step" in only(record).title
+
+
 @pytest.mark.parametrize("begin_ms,is_named", [(60, True), (0, False)])
 def test_a_last_micro_batch_that_is_not_reduced_is_named(begin_ms, is_named, tmp_path):
     """Reductions end 1 ms after a step's begin; the last backward begins later, or before."""
     record = job(tmp_path, DDP, REPLICATED, backward=(4, 30 * MS, 0))
-    rows = []
-    for step in PROFILED:
-        for phase, begin in (("forward", 0), ("backward", begin_ms), ("forward", 90)):
-            start = step * 100 * MS + begin * MS + (phase == "backward")
-            rows.append({"rank": 0, "step": step, "lane": "compute", "phase": phase, "start_ns": start})
-    record.tables["timeline"] = rows
+    computing(record, ("forward", 0), ("backward", begin_ms * MS + 1), ("forward", 90 * MS))
     found = [each.kind for each in faults(record)]
     assert found == (["reduced_early"] if is_named else [])
 

@@ -148,8 +148,11 @@ def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
         return None
     clipping = facts.activities.get("clipping")
+    of_a_call = NORMS_OF_CLIPPING
+    if facts.spec.get("engine") == "torch-fsdp1":  # whose own clip_grad_norm_ takes one of each parameter
+        of_a_call += facts.observed.get("parameters") or 0
     # the norms of a usual call are no fault
-    of_clipping = NORMS_OF_CLIPPING * clipping.count if clipping else 0.0
+    of_clipping = of_a_call * clipping.count if clipping else 0.0
     return _one_by_one(kind, facts, "norm", besides=of_clipping)
 
 

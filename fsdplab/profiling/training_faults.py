@@ -8,8 +8,6 @@ faults that cost time only.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from operator import itemgetter
 
 from fsdplab.common.rows import grouped
@@ -87,28 +85,24 @@ def _reduced_early(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     times = micro_batches(facts)
     if times < 2 or not facts.spec.get("job") or _exchanges_itself(facts) or facts.observed.get("has_comm_hook"):
         return None
-    compute = defaultdict(list)
-    for row in facts.record.table("timeline"):
-        if row["rank"] == 0 and row["lane"] == "compute":
-            compute[row["step"]].append(row)
     reductions = _reductions(facts)
     for step, reduced in reductions.items():
-        begin = _last_backward(compute[step])
-        if not reduced or begin is None or max(row["end_ns"] for row in reduced) >= begin:
+        begins = backward_begins(facts, step)
+        if not reduced or not begins or max(row["end_ns"] for row in reduced) >= begins[-1]:
             return None
     return Fact(kind, 0.0, "step", values={"times": times}) if reductions else None
 
 
-def _last_backward(compute: Sequence[Row]) -> int | None:
-    """When the step's last backward begins: after the last forward that a backward follows; None without one."""
-    begin = None
+def backward_begins(facts: StepFacts, step: int) -> list[int]:
+    """When rank 0's backwards of a step begin: where computing of a backward follows that of a forward."""
+    begins = []
     is_forward = True
-    for row in sorted(compute, key=itemgetter("start_ns")):
+    for row in facts.computing_of_rank_0.get(step, ()):
         if row["phase"] == "backward" and is_forward:
-            begin = int(row["start_ns"])
+            begins.append(int(row["start_ns"]))
         if row["phase"] in ("forward", "backward"):
             is_forward = row["phase"] == "forward"
-    return begin
+    return begins
 
 
 def _updates_nothing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:

@@ -108,7 +108,10 @@ def watch_tensors(module: Any, recorder: RankRecorder) -> None:
 
 
 def watch_fsdp1(module: Any, recorder: RankRecorder) -> None:
-    """Count entries of `summon_full_params` of torch.distributed.fsdp.fully_sharded_data_parallel, just imported."""
+    """Count entries of `summon_full_params`, and calls of the class's own `clip_grad_norm_`, of
+    torch.distributed.fsdp.fully_sharded_data_parallel, which was just imported.
+    """
+    _wrap(module.FullyShardedDataParallel, "clip_grad_norm_", "clipping", recorder)
     summon = module.FullyShardedDataParallel.summon_full_params
 
     @functools.wraps(summon)
