@@ -473,8 +473,8 @@ LOOP_FAULTS = (
         _many_forwards,
         "The model runs {times} times for each backward",
         "Each forward of a sharded model gathers all units anew, and small batches take as long as larger ones.",
-        "Put the samples into one batch (padded, or packed into one sequence), and call the model once; or call"
-        " backward after each, with the reduction in the last one.",
+        "If it runs for one sample after the other, put them into one batch (padded, or packed into one sequence); or"
+        " call backward after each, with the reduction in the last one.",
     ),
     fault_rule(
         "idle_steps",

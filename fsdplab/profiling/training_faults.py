@@ -13,7 +13,7 @@ from operator import itemgetter
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
-from fsdplab.profiling.loop_faults import MANY, REGULAR, micro_batches
+from fsdplab.profiling.loop_faults import MANY, REGULAR, SMALL_BYTES, micro_batches
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
 from fsdplab.records.tables import Row
@@ -29,8 +29,16 @@ def _ranks(facts: StepFacts) -> int:
 
 
 def _exchanges_itself(facts: StepFacts) -> bool:
-    """Whether the loop calls collectives of its own in any step: it may reduce gradients, or average parameters."""
-    return any(name.startswith("own ") and "barrier" not in name for name in facts.activities)
+    """Whether the loop itself sends tensors in any step, or many: it may reduce gradients, or average parameters now and
+    then. A loss that is averaged for a log is neither.
+    """
+    for name, activity in facts.activities.items():
+        if not name.startswith("own "):
+            continue
+        calls_of_a_step = activity.count / max(activity.regular, 0.01)
+        if activity.nbytes > SMALL_BYTES * activity.count or calls_of_a_step >= MANY:
+            return True
+    return False
 
 
 def _model_communicates(facts: StepFacts) -> bool:
