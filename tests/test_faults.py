@@ -161,6 +161,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("updates_nothing", "no module has", "after the model", {"observed": NO_MODEL, "backward": ONCE}),
         ("not_reduced", "No gradient is reduced", "set_requires_gradient_sync(True)", {"calls": SHARDED[:8]}),
         ("outside_units", "3 parameters (4.00 MB) are outside", "fully_shard(model)", {"observed": OUTSIDE}),
+        ("wrapped_anew", "wrapped in DistributedDataParallel once", "before the loop", {"wrapped": (1, 20 * MS, 0)}),
         ("compiled_anew", "compiles anew once in each step", "dynamic=True", {"compiled": (1, 50 * MS, 0)}),
         ("gathered_whole", "1 call of summon_full_params", "on the shards", {"summoned": (1, 20 * MS, 0)}),
         ("remade_optimizer", "(AdamW) is made anew", "once, before the loop", {"optimizer made": (1, 0, 0)}),

@@ -18,6 +18,7 @@ from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTES, is_state, micro_batches
 from fsdplab.profiling.rules import Fact, Rule, fault_rule
+from fsdplab.profiling.setup_faults import SETUP_FAULTS
 from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.profiling.training_faults import REDUCTIONS, TRAINS_WRONGLY, backward_begins
@@ -362,6 +363,7 @@ CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "
 FAULTS = (
     *TRAINS_WRONGLY,
     *LOOP_FAULTS,
+    *SETUP_FAULTS,
     fault_rule(
         "own_collectives",
         _own_collectives,

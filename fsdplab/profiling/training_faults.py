@@ -29,8 +29,8 @@ def _ranks(facts: StepFacts) -> int:
 
 
 def _exchanges_itself(facts: StepFacts) -> bool:
-    """Whether the loop itself sends tensors in any step, or many: it may reduce gradients, or average parameters now and
-    then. A loss that is averaged for a log is neither.
+    """Whether the loop itself sends tensors in any step, or calls many collectives: it may reduce gradients, or average
+    parameters now and then. A loss that is averaged for a log is neither.
     """
     for name, activity in facts.activities.items():
         if not name.startswith("own "):

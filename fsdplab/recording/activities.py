@@ -10,6 +10,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `garbage_collection` | collections of the oldest generation |
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
+| `wrapped` | models that are wrapped in DistributedDataParallel |
 | `compiled` | compilations of torch.compile |
 | `summoned` | entries of FSDP1's `summon_full_params` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
@@ -82,6 +83,7 @@ def watch(recorder: RankRecorder) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _wrap_all([clip_grad, torch.nn.utils], name, "clipping", recorder)
     _watch_clipping_again(clip_grad, recorder)
+    _wrap(torch.nn.parallel.DistributedDataParallel, "__init__", "wrapped", recorder)
     _wrap(torch.cuda, "empty_cache", "cache emptied", recorder)
     _watch_deep_copies(recorder)
     _watch_numpy(recorder)
