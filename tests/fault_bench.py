@@ -159,6 +159,7 @@ FAULTS = (
     Fault("sample-by-sample", "a forward for each of 8 samples", ("8 times for each backward",), _both("one batch")),
     Fault("summons", "whole weights are averaged after each step", ("summon_full_params",),
           {"fsdp1": ("every hundredth",)}),
+    Fault("retains", "graphs are retained after the backward", ("retain_graph",), _both("without retain_graph")),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

@@ -223,7 +223,7 @@ class Loop:
                 self.running += loss.item()
             if self.fault == "keeps-graph":
                 self.running = self.running + loss
-            loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses"))
+            loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses", "retains"))
             if self.fault == "two-losses":
                 (0.1 * loss).backward()
 

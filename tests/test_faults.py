@@ -161,6 +161,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("updates_nothing", "no module has", "after the model", {"observed": NO_MODEL, "backward": ONCE}),
         ("not_reduced", "No gradient is reduced", "set_requires_gradient_sync(True)", {"calls": SHARDED[:8]}),
         ("outside_units", "3 parameters (4.00 MB) are outside", "fully_shard(model)", {"observed": OUTSIDE}),
+        ("retained_graphs", "the last one of a step too", "detach()", {"retained graph": (1, 0, 0), "backward": ONCE}),
         ("wrapped_anew", "wrapped in DistributedDataParallel once", "before the loop", {"wrapped": (1, 20 * MS, 0)}),
         ("compiled_anew", "compiles anew once in each step", "dynamic=True", {"compiled": (1, 50 * MS, 0)}),
         ("gathered_whole", "1 call of summon_full_params", "on the shards", {"summoned": (1, 20 * MS, 0)}),
@@ -241,6 +242,7 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (DDP, {"calls": [], "observed": {"has_comm_hook": True}}),
         (PLAIN, {"calls": [], "observed": {"has_model": True}, "own_all_reduce": (1, MS, 4_000_000)}),
         (PLAIN, {"calls": [("send", "", "forward", 4_000)], "observed": {"has_model": True}}),
+        (FSDP2, {"retained graph": (1, 0, 0), "backward": (2, 30 * MS, 0)}),  # two losses of one graph
         (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
         (
             FSDP2,

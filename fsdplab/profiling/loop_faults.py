@@ -291,6 +291,16 @@ def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, min(loading.seconds, facts.step_s), "step")
 
 
+def _retained_graphs(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report graphs that are retained after every backward of a step, so after the last one too."""
+    retained = in_most_steps(facts, "retained graph")
+    backward = facts.activities.get("backward")
+    if retained is None or backward is None or retained.count < backward.count:
+        return None
+    peak = facts.record.summary.peak_memory_bytes
+    return Fact(kind, 0.0, "memory", values={"activations": size(peak.split.get("activations", 0))})
+
+
 LOOP_FAULTS = (
     fault_rule(
         "loader_begun",
@@ -442,6 +452,16 @@ LOOP_FAULTS = (
         "Something keeps the tensors of every step.",
         "Add up loss.detach() (or loss.item()) and not the loss, which keeps its whole graph; look for lists and"
         " dicts to which tensors, or samples, are added.",
+    ),
+    fault_rule(
+        "retained_graphs",
+        _retained_graphs,
+        "Every backward retains its graph (retain_graph=True), the last one of a step too",
+        "What the graph has saved stays until the next loss takes its name, beside the next forward's: at the peak"
+        " there are {activations} of activations.",
+        "loss.backward() without retain_graph; it is needed only where another backward goes through the same graph."
+        " Of a state that is carried on to the next step, state.detach().",
+        unless=["growing"],
     ),
     fault_rule(
         "clipped_apart",

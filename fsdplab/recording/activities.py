@@ -23,6 +23,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
 | `backward` | calls of `Tensor.backward` |
+| `retained graph` | those of them with `retain_graph=True` |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 
