@@ -25,7 +25,9 @@ from fsdplab.records import RunRecord
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("fsdp2", "ddp")
+OLDER = "fsdp1"  # some faults are tried with it too
 TRAINERS = {"trainer": "trainer", "lightning": "lightning", "lightning-fsdp2": "fsdp2", "deepspeed": "deepspeed"}
+ALL_ENGINES = (*ENGINES, OLDER, *TRAINERS)
 KEPT = Path(tempfile.gettempdir()) / "fsdplab-fault-bench"
 TIME_LIMIT_S = 300
 
@@ -47,7 +49,7 @@ class Fault:
     @property
     def engines(self) -> Sequence[str]:
         """The engines that can have it."""
-        return [engine for engine in (*ENGINES, *TRAINERS) if engine in self.remedy]
+        return [engine for engine in ALL_ENGINES if engine in self.remedy]
 
 
 def _both(*words: str, **of_trainers: str) -> Mapping[str, Sequence[str]]:
@@ -62,13 +64,14 @@ def _everywhere(word: str) -> Mapping[str, Sequence[str]]:
 
 FAULTS = (
     Fault("none", "no fault", accuses=False, remedy=_everywhere(""), runs=3),
-    Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both()),
-    Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both()),
+    Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both(fsdp1="")),
+    Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both(fsdp1="")),
     Fault("loader", "a loader that takes 10 ms a sample", ("load",),
           _both("num_workers", trainer="dataloader_num_workers", lightning="num_workers", lightning_fsdp2="num_workers",
                 deepspeed="num_workers")),
     Fault("tiny-units", "each layer is a unit", ("small",), {"fsdp2": ("fully_shard", "block")}),
-    Fault("one-unit", "the whole model is one unit", ("one unit",), {"fsdp2": ("fully_shard",)}),
+    Fault("one-unit", "the whole model is one unit", ("one unit",),
+          {"fsdp2": ("fully_shard",), "fsdp1": ("auto_wrap_policy",)}),
     Fault("small-buckets", "buckets of 50 kB", ("bucket|small",), {"ddp": ("bucket_cap_mb",)}),
     Fault("one-bucket", "a bucket of 1 GB", ("one bucket",), {"ddp": ("bucket_cap_mb",)}),
     Fault("find-unused", "find_unused_parameters without need", ("find_unused_parameters",),
@@ -154,6 +157,9 @@ FAULTS = (
     Fault("metric-forward", "a metric by a forward of its own, without a graph", ("without a graph",),
           _both("output.detach()")),
     Fault("sample-by-sample", "a forward for each of 8 samples", ("8 times for each backward",), _both("one batch")),
+    Fault("summons", "whole weights are averaged after each step", ("summon_full_params",),
+          {"fsdp1": ("every hundredth",)}),
+    Fault("retains", "graphs are retained after the backward", ("retain_graph",), _both("without retain_graph")),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip
@@ -251,7 +257,7 @@ def tell(judged: Judged) -> None:
 def main() -> None:
     """Run the bench, and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=(*ENGINES, *TRAINERS), nargs="*", default=list(ENGINES))
+    parser.add_argument("--engine", choices=ALL_ENGINES, nargs="*", default=list(ENGINES))
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--recordings", type=Path, default=KEPT)
     parser.add_argument("--again", action="store_true")

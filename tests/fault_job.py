@@ -1,4 +1,4 @@
-"""A small training job with one fault: python -m tests.fault_job --engine fsdp2|ddp --fault NAME [--steps N]
+"""A small training job with one fault: python -m tests.fault_job --engine fsdp2|ddp|fsdp1 --fault NAME [--steps N]
 
 It forks two ranks of its own, so that torch is imported once, and is written as any job is: nothing in it knows that it
 is recorded. `none` has no fault, `accumulates` none either: it accumulates four micro-batches and reduces once.
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -97,7 +98,7 @@ def sharded(model: Network, fault: str) -> nn.Module:
             fully_shard(block, reshard_after_forward=fault != "keep")
     if fault != "no-root":
         fully_shard(model)
-    if fault not in ("no-prefetch", "one-unit", "tiny-units"):
+    if fault not in ("no-prefetch", "one-unit", "tiny-units", "no-root"):
         for block, following in zip(model.blocks, list(model.blocks)[1:]):
             block.set_modules_to_forward_prefetch([following])
     return model
@@ -113,6 +114,15 @@ def replicated(model: Network, fault: str) -> nn.Module:
         broadcast_buffers=fault == "broadcast-buffers",
         gradient_as_bucket_view=fault != "kept-gradients",
     )
+
+
+def wrapped(model: Network, fault: str) -> nn.Module:
+    """The model under FullyShardedDataParallel, PyTorch's FSDP1."""
+    policy = None if fault == "one-unit" else ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+ENGINES = {"fsdp2": sharded, "ddp": replicated, "fsdp1": wrapped}
 
 
 def add_hook(model: nn.Module, fault: str) -> None:
@@ -154,7 +164,7 @@ class Loop:
         torch.autograd.set_detect_anomaly(fault == "anomaly")
         self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
         self.optimizer = optimizer_of(network, fault)
-        self.model = sharded(network, fault) if engine == "fsdp2" else replicated(network, fault)
+        self.model = ENGINES[engine](network, fault)
         add_hook(network, fault)
         if fault != "optimizer-first":
             self.optimizer = optimizer_of(self.model, fault)
@@ -213,7 +223,7 @@ class Loop:
                 self.running += loss.item()
             if self.fault == "keeps-graph":
                 self.running = self.running + loss
-            loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses"))
+            loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses", "retains"))
             if self.fault == "two-losses":
                 (0.1 * loss).backward()
 
@@ -258,7 +268,9 @@ class Loop:
         if self.fault == "clip-each":
             for parameter in self.model.parameters():
                 torch.nn.utils.clip_grad_norm_(parameter, 1.0)
-        if self.fault in ("clip-once", "clip-twice"):
+        if self.fault == "clip-once" and self.engine == "fsdp1":
+            self.model.clip_grad_norm_(1.0)
+        elif self.fault in ("clip-once", "clip-twice"):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
         if self.fault == "clip-twice":
@@ -281,6 +293,13 @@ class Loop:
         """The loss of other samples, with a graph of which no backward is called."""
         samples = torch.randn(self.batch, TOKENS, WIDTH)
         self.running += float(nn.functional.cross_entropy(self.model(samples), torch.zeros(self.batch).long()))
+
+    def summons(self) -> None:
+        """A moving average of whole weights, for which FSDP1 gathers all of them."""
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False), torch.no_grad():
+            weights = [parameter.detach() for parameter in self.model.parameters()]
+            self.shards = getattr(self, "shards", None) or [each.clone() for each in weights]
+            torch._foreach_lerp_(self.shards, weights, 0.01)
 
     def metric_forward(self) -> None:
         """A metric of the same kind of samples, by a forward of its own."""
@@ -400,7 +419,7 @@ def be_rank(rank: int, store: str, options: argparse.Namespace, folder: str) -> 
 def main() -> None:
     """Fork two ranks, and wait for them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="fsdp2")
     parser.add_argument("--fault", default="none")
     parser.add_argument("--steps", type=int, default=28)
     options = parser.parse_args()

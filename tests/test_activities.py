@@ -185,6 +185,14 @@ def test_an_optimizer_without_gradients_updates_nothing():
     assert seen_of_a_step(network, [of_others], trains)["idle_gradient_bytes"] == 0
     del idle
 
+    def by_hand(before_backward: Any, before_update: Any) -> None:
+        trains(before_backward, before_update)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter -= 0.1 * parameter.grad
+
+    assert seen_of_a_step(network, [of_others], by_hand)["idle_gradient_bytes"] == 0, "no optimizer of torch steps them"
+
 
 def test_forwards_of_the_model_are_counted_while_it_trains():
     network = model()

@@ -29,6 +29,8 @@ PLAIN = {**FSDP2, "engine": "plain", "strategy": "no_shard"}
 DDP = {**FSDP2, "engine": "torch-ddp", "strategy": "no_shard"}
 GRAPHS = {"graph": (100, 40 * MS, 0), "dropped graph": (50, 20 * MS, 0)}
 NOTHING = {"updates_nothing": True, "has_model": True}
+ONCE = (1, 30 * MS, 0)
+NO_MODEL = {"updates_nothing": True, "has_model": False}
 OUTSIDE = {"outside_parameters": 3, "outside_bytes": 4_000_000}
 IDLE = {"idle_gradient_bytes": 8_000_000}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
@@ -94,7 +96,8 @@ def job(
     return RunRecord(
         folder, spec=spec,
         environment={
-            "device": "cpu", "observed": {**OBSERVED, **(observed or {})}, "cpu": {"memory_bytes": 64_000_000_000},
+            "device": "cpu", "backend": "gloo", "observed": {**OBSERVED, **(observed or {})},
+            "cpu": {"memory_bytes": 64_000_000_000},
         },
         summary=Summary(
             step_time_s=Spread.of([0.1] * 10), peak_memory_bytes=Peak(sum(memory.values()), memory), cpu_share=share,
@@ -154,10 +157,12 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("dropped_graph", "50 of the 100 nodes", "torch.no_grad()", GRAPHS),
         ("in_eval_mode", "Dropout (4)", "model.train()", {"observed": {"asleep": {"Dropout": 4}}}),
         ("anomaly_mode", "anomaly detection", "set_detect_anomaly", {"observed": {"anomaly_mode": True}}),
-        ("updates_nothing", "zero before the step", "after optimizer.step()", {"observed": NOTHING}),
-        ("updates_nothing", "no module has these", "after the model", {"observed": {**NOTHING, "has_model": False}}),
+        ("updates_nothing", "zero before the step", "after optimizer.step()", {"observed": NOTHING, "backward": ONCE}),
+        ("updates_nothing", "no module has", "after the model", {"observed": NO_MODEL, "backward": ONCE}),
         ("not_reduced", "No gradient is reduced", "set_requires_gradient_sync(True)", {"calls": SHARDED[:8]}),
         ("outside_units", "3 parameters (4.00 MB) are outside", "fully_shard(model)", {"observed": OUTSIDE}),
+        ("retained_graphs", "the last one of a step too", "detach()", {"retained graph": (1, 0, 0), "backward": ONCE}),
+        ("wrapped_anew", "wrapped in DistributedDataParallel once", "before the loop", {"wrapped": (1, 20 * MS, 0)}),
         ("compiled_anew", "compiles anew once in each step", "dynamic=True", {"compiled": (1, 50 * MS, 0)}),
         ("gathered_whole", "1 call of summon_full_params", "on the shards", {"summoned": (1, 20 * MS, 0)}),
         ("remade_optimizer", "(AdamW) is made anew", "once, before the loop", {"optimizer made": (1, 0, 0)}),
@@ -237,6 +242,12 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (DDP, {"calls": [], "observed": {"has_comm_hook": True}}),
         (PLAIN, {"calls": [], "observed": {"has_model": True}, "own_all_reduce": (1, MS, 4_000_000)}),
         (PLAIN, {"calls": [("send", "", "forward", 4_000)], "observed": {"has_model": True}}),
+        (FSDP2, {"retained graph": (1, 0, 0), "backward": (2, 30 * MS, 0)}),  # two losses of one graph
+        (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
+        (
+            FSDP2,
+            {"observed": OUTSIDE, "calls": [*SHARDED, ("all_to_all", "", "forward", 4_000)]},
+        ),  # experts of a rank's own
         (FSDP2, {"own_all_gather": (2, MS, 80_000)}),  # features of a contrastive loss
         (DDP, {"calls": REPLICATED, "read": (35, MS, 0), "observed": UNUSED | {"unused_parameters": 6}}),
     ],
@@ -270,7 +281,8 @@ def test_forwards_that_a_loss_may_need_are_said_first_and_not_accused(kind, says
 def test_ranks_that_exchange_nothing_are_named(tmp_path):
     found = only(job(tmp_path, PLAIN, [], {"has_model": True}))
     assert "each trains a model of its own" in found.title and "DistributedDataParallel(model)" in found.remedy
-    found = only(job(tmp_path, DDP, []))
+    # the loss is averaged for a log
+    found = only(in_some(job(tmp_path, DDP, [], own_all_reduce=(1, MS, 4)), "own all_reduce", lambda step: step == 10))
     assert "No gradient is reduced" in found.title and "model.module(x)" in found.remedy
 
 
@@ -283,7 +295,7 @@ def test_gradients_that_a_loop_reduces_one_by_one_are_named(tmp_path):
 
 
 def test_a_wrong_training_comes_before_what_costs_time(tmp_path):
-    record = job(tmp_path, observed=NOTHING, saving=(1, 50 * MS, 0))
+    record = job(tmp_path, observed=NOTHING, saving=(1, 50 * MS, 0), backward=ONCE)
     assert [each.kind for each in faults(record)] == ["updates_nothing", "state_dict"]
 
 
@@ -292,6 +304,13 @@ def losing(record: RunRecord, loss: Callable[[int, int], float]) -> RunRecord:
     for each in record.table("steps"):
         each["loss"] = loss(each["rank"], each["step"])
     return record
+
+
+def test_what_an_unknown_transport_does_is_not_judged(tmp_path):
+    for spec in (PLAIN, DDP):
+        record = job(tmp_path, spec, [], {"has_model": True})
+        record.environment["backend"] = "mpi"
+        assert faults(record) == []
 
 
 def test_ranks_that_train_on_the_same_data_are_named(tmp_path):
@@ -307,16 +326,33 @@ def test_ranks_that_train_on_the_same_data_are_named(tmp_path):
         assert faults(record) == []
 
 
+def computing(record: RunRecord, *begins_ns: tuple[str, int]) -> RunRecord:
+    """Rank 0 computes phases that begin so long after each step's begin."""
+    rows = []
+    for step in PROFILED:
+        for phase, begin in begins_ns:
+            start = step * 100 * MS + begin
+            rows.append({"rank": 0, "step": step, "lane": "compute", "phase": phase, "start_ns": start})
+    record.tables["timeline"] = rows
+    return record
+
+
+def test_buckets_of_one_size_are_sent_once_and_told_from_repeated_ones(tmp_path):
+    """All are sent when a step begins: after the last of two backwards, or in the only one that the trace shows."""
+    buckets = 4 * [("all_reduce", "", "backward", 25_000_000)]
+    twice = [("forward", -4), ("backward", -3), ("forward", -2), ("backward", -1)]
+    assert faults(computing(job(tmp_path, DDP, buckets, backward=(2, 30 * MS, 0)), *twice)) == []
+    record = computing(job(tmp_path, DDP, buckets, backward=(2, 30 * MS, 0)), *twice)
+    for number, each in enumerate(record.table("collectives")):
+        each["start_ns"] -= 2 * (number % 2)
+    assert "reduced 2 times a step" in only(record).title
+
+
 @pytest.mark.parametrize("begin_ms,is_named", [(60, True), (0, False)])
 def test_a_last_micro_batch_that_is_not_reduced_is_named(begin_ms, is_named, tmp_path):
     """Reductions end 1 ms after a step's begin; the last backward begins later, or before."""
     record = job(tmp_path, DDP, REPLICATED, backward=(4, 30 * MS, 0))
-    rows = []
-    for step in PROFILED:
-        for phase, begin in (("forward", 0), ("backward", begin_ms), ("forward", 90)):
-            start = step * 100 * MS + begin * MS + (phase == "backward")
-            rows.append({"rank": 0, "step": step, "lane": "compute", "phase": phase, "start_ns": start})
-    record.tables["timeline"] = rows
+    computing(record, ("forward", 0), ("backward", begin_ms * MS + 1), ("forward", 90 * MS))
     found = [each.kind for each in faults(record)]
     assert found == (["reduced_early"] if is_named else [])
 

@@ -9,17 +9,19 @@ orders the findings. A job that has none of them is accused of none.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTES, is_state, micro_batches
 from fsdplab.profiling.rules import Fact, Rule, fault_rule
+from fsdplab.profiling.setup_faults import SETUP_FAULTS
 from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
 from fsdplab.profiling.step_summary import ExposedCell
-from fsdplab.profiling.training_faults import REDUCTIONS, TRAINS_WRONGLY
+from fsdplab.profiling.training_faults import REDUCTIONS, TRAINS_WRONGLY, backward_begins
 from fsdplab.records import PARTS_OF_EXPOSED
 from fsdplab.records.tables import Row
 
@@ -96,12 +98,7 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     reductions = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
     if times < 2 or not reductions:
         return None
-    # the same unit, kind and bytes once a micro-batch: one reduction that is repeated
-    counts = Counter((row["unit"], row["kind"], row["logical_bytes"]) for row in reductions)
-    often_bytes = 0
-    for (_, _, nbytes), count in counts.items():
-        if count >= times:
-            often_bytes += nbytes * count
+    often_bytes = _repeated_bytes(facts, reductions, times)
     total_bytes = sum(row["logical_bytes"] for row in reductions)
     if 2 * often_bytes <= total_bytes:
         return None
@@ -112,6 +109,27 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     cost = _exposed(left, lambda cell: cell.kind in REDUCTIONS and cell.phase != "optimizer", avoidable)
     values = {"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)}
     return Fact(kind, cost, values=values)
+
+
+def _repeated_bytes(facts: StepFacts, reductions: Sequence[Row], times: int) -> int:
+    """Bytes of the reductions that are made once a micro-batch: those of the same unit, kind and bytes.
+
+    Where traces name no units, buckets of one size are told apart by the backward in which they are sent: of four equal
+    ones in the last of four backwards none is repeated.
+    """
+    begins = backward_begins(facts, max(facts.steps, default=0))
+    alike: dict[tuple[str, str, int], list[Row]] = defaultdict(list)
+    for row in reductions:
+        alike[row["unit"], row["kind"], row["logical_bytes"]].append(row)
+    repeated_bytes = 0
+    for (unit, _, nbytes), rows in alike.items():
+        count = len(rows)
+        if not unit and len(begins) >= times:
+            # the same number of begins before it: the same backward
+            count = len({bisect_right(begins, row["start_ns"]) for row in rows})
+        if count >= times:
+            repeated_bytes += nbytes * len(rows)
+    return repeated_bytes
 
 
 def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -345,6 +363,7 @@ CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "
 FAULTS = (
     *TRAINS_WRONGLY,
     *LOOP_FAULTS,
+    *SETUP_FAULTS,
     fault_rule(
         "own_collectives",
         _own_collectives,

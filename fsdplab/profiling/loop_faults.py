@@ -1,4 +1,4 @@
-"""Faults of a job's own loop: what it does in a step besides training, how it trains, and how its optimizer is set up.
+"""Faults of a job's own loop: what it does in a step besides training, and how it trains.
 
 Each is counted where it happens (recording/activities.py, traces/host_reads.py), or read once (recording/observed.py).
 """
@@ -22,11 +22,9 @@ SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
 NORMS_OF_CLIPPING = 2  # single norms that a call of clip_grad_norm_ takes: of the list of norms, and of sharded ones
 MANY_FORWARDS = 4  # of a model for each backward; a contrastive loss or one of preferences takes two or three
 MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many
-SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
 NEARLY_ALL = 0.75  # part of the steps in which it has
 LOADING = 0.1  # part of a step that the loader may take
-ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
 DROPPED = 0.2  # part of a step's nodes of graphs, and of their time, that no backward uses: then a forward is dropped
 GROWING = 0.9  # part of the steps in which memory grows
 GROWN = 0.02  # part of the peak by which it has grown in all
@@ -43,7 +41,7 @@ def micro_batches(facts: StepFacts) -> int:
     return max(1, round(backward.count / max(backward.regular, 0.01)))
 
 
-def _in_most_steps(facts: StepFacts, name: str) -> Activity | None:
+def in_most_steps(facts: StepFacts, name: str) -> Activity | None:
     """An activity of the loop, if most steps have it."""
     activity = facts.activities.get(name)
     return activity if activity is not None and activity.regular > REGULAR else None
@@ -60,7 +58,7 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
     def claims(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         done: dict[str, Activity] = {}
         for name in names:
-            activity = _in_most_steps(facts, name)
+            activity = in_most_steps(facts, name)
             if activity is not None:
                 done[name] = activity
         # a norm or a loss, which the fault `own_collectives` names
@@ -87,7 +85,7 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
 
 def _gathered_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report tensors that a loop gathers whole where it neither saves them nor asks for a state dict."""
-    if _in_most_steps(facts, "saving") or _in_most_steps(facts, "state_dict"):
+    if in_most_steps(facts, "saving") or in_most_steps(facts, "state_dict"):
         return None
     return _done_each_step("full_tensor", "summoned")(kind, facts, left)
 
@@ -104,12 +102,13 @@ _CALLED = {
     "loader begun": "iter(loader)",
     "clipped again": "clip_grad_norm_",
     "compiled": "the compiler",
+    "wrapped": "DistributedDataParallel",
 }
 
 
 def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report numbers that are read out of tensors, besides those that are not the loop's own."""
-    reads = _in_most_steps(facts, "read")
+    reads = in_most_steps(facts, "read")
     if reads is None:
         return None
     times = micro_batches(facts)
@@ -132,7 +131,7 @@ def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 def _read_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report tensors whose numbers the host reads all, as for histograms."""
-    reads = _in_most_steps(facts, "to numpy")
+    reads = in_most_steps(facts, "to numpy")
     if reads is None or reads.count < MANY:
         return None
     return Fact(kind, reads.seconds, "step", rank=reads.rank, values={"count": round(reads.count)})
@@ -148,14 +147,17 @@ def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
         return None
     clipping = facts.activities.get("clipping")
+    of_a_call = NORMS_OF_CLIPPING
+    if facts.spec.get("engine") == "torch-fsdp1":  # whose own clip_grad_norm_ takes one of each parameter
+        of_a_call += facts.observed.get("parameters") or 0
     # the norms of a usual call are no fault
-    of_clipping = NORMS_OF_CLIPPING * clipping.count if clipping else 0.0
+    of_clipping = of_a_call * clipping.count if clipping else 0.0
     return _one_by_one(kind, facts, "norm", besides=of_clipping)
 
 
 def _one_by_one(kind: str, facts: StepFacts, name: str, besides: float = 0.0) -> Fact | None:
     """Report an activity that is done for at least half of the parameters."""
-    activity = _in_most_steps(facts, name)
+    activity = in_most_steps(facts, name)
     if activity is None:
         return None
     parameters = facts.observed.get("parameters") or 0
@@ -168,7 +170,7 @@ def _one_by_one(kind: str, facts: StepFacts, name: str, besides: float = 0.0) ->
 
 def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report a graph of which no backward is called, as a validation loss builds it without torch.no_grad."""
-    dropped = _in_most_steps(facts, "dropped graph")
+    dropped = in_most_steps(facts, "dropped graph")
     nodes = facts.activities.get("graph")
     if dropped is None or nodes is None:
         return None
@@ -183,7 +185,7 @@ def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _forwards_without_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report forwards of the model that is trained, while it trains, under torch.no_grad in each step."""
     count = facts.observed.get("forwards_without_graph")
-    products = _in_most_steps(facts, "products without a graph")
+    products = in_most_steps(facts, "products without a graph")
     if not count or products is None or products.seconds < WORTH_SAYING * facts.step_s:
         return None
     values = {"count": plural(count, "forward"), "products": round(products.count)}
@@ -261,81 +263,6 @@ def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return None
 
 
-def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report an optimizer that steps one tensor after the other."""
-    optimizer = facts.optimizer
-    parameters = facts.observed.get("parameters") or 0
-    if not facts.observed.get("optimizer_loops") or parameters < MANY or optimizer is None:
-        return None
-    # a loop that costs next to nothing is worth a word only where somebody asked for it
-    if optimizer.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
-        return None
-    values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
-    return Fact(kind, optimizer.seconds, "step", values=values)
-
-
-def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report ranks whose threads are more than the cores that they share."""
-    threads = int(facts.observed.get("threads") or 0)
-    cores = int(facts.observed.get("cores") or 0)
-    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
-    # up to half more threads than cores are no fault
-    has_enough = 2 * threads * ranks <= 3 * cores
-    if facts.record.environment.get("device") != "cpu" or threads < 2 or has_enough:
-        return None
-    values = {
-        "threads": threads,
-        "ranks": ranks,
-        "cores": plural(cores, "core"),
-        "fewer": max(1, cores // max(1, ranks)),
-    }
-    return Fact(kind, 0.0, "machine", values=values)
-
-
-def _bound_together(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report ranks that are bound to fewer cores than they are, on a machine that has more."""
-    cores = int(facts.observed.get("cores") or 0)
-    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
-    machine = int(facts.observed.get("cores_of_the_machine") or 0)
-    if not cores or cores >= min(ranks, machine):
-        return None
-    values = {"ranks": ranks, "cores": plural(cores, "core"), "machine": machine}
-    return Fact(kind, 0.0, "machine", values=values)
-
-
-def _recomputed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report activations that are recomputed though memory is not short."""
-    recomputed = _in_most_steps(facts, "recomputed")
-    memory = _device_memory(facts)
-    peak = facts.record.summary.peak_memory_bytes.total
-    if recomputed is None or not memory or not peak or peak > ENOUGH_MEMORY * memory:
-        return None
-    values = {"count": round(recomputed.count), "peak": size(peak), "memory": size(memory)}
-    return Fact(kind, recomputed.seconds, "step", values=values)
-
-
-def _device_memory(facts: StepFacts) -> float | None:
-    """Bytes of memory that a rank may use."""
-    gpus = facts.record.environment.get("gpus")
-    if isinstance(gpus, list) and gpus:
-        return float(gpus[0].get("memory_bytes") or 0) or None
-    # the ranks of a node share its memory
-    cpu = facts.record.environment.get("cpu") or {}
-    of_machine = cpu.get("memory_bytes")
-    if not of_machine:
-        return None
-    return of_machine / max(1, facts.observed.get("ranks_of_a_node") or 1)
-
-
-def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report gradients of the step before that are there when the first backward of a step begins."""
-    kept = facts.observed.get("kept_gradient_bytes")
-    peak = facts.record.summary.peak_memory_bytes.total
-    if not kept or not peak or kept < 0.01 * peak:
-        return None
-    return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
-
-
 def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim the waiting for a CPU rank that uses more CPU time than the others, which use none while they wait."""
     means = by_rank(facts.cpu_s)
@@ -358,10 +285,20 @@ def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report that every rank waits for its data in most of the steps; waiting for a core is no part of it."""
-    loading = _in_most_steps(facts, "loading")
+    loading = in_most_steps(facts, "loading")
     if loading is None or loading.seconds < LOADING * facts.step_s:
         return None
     return Fact(kind, min(loading.seconds, facts.step_s), "step")
+
+
+def _retained_graphs(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report graphs that are retained after every backward of a step, so after the last one too."""
+    retained = in_most_steps(facts, "retained graph")
+    backward = facts.activities.get("backward")
+    if retained is None or backward is None or retained.count < backward.count:
+        return None
+    peak = facts.record.summary.peak_memory_bytes
+    return Fact(kind, 0.0, "memory", values={"activations": size(peak.split.get("activations", 0))})
 
 
 LOOP_FAULTS = (
@@ -422,6 +359,13 @@ LOOP_FAULTS = (
         " take dynamic=True, or pad them to a few; make numbers that change tensors.",
     ),
     fault_rule(
+        "wrapped_anew",
+        _done_each_step("wrapped"),
+        "The model is wrapped in DistributedDataParallel {times} in each step, which takes {took}",
+        "Each time it compares the ranks' models, broadcasts all parameters, and makes buckets and hooks anew.",
+        "Wrap it once, before the loop: model = DistributedDataParallel(model).",
+    ),
+    fault_rule(
         "garbage_collection",
         _done_each_step("garbage_collection"),
         "Python's garbage collector runs {times} in each step, for {took}",
@@ -470,8 +414,8 @@ LOOP_FAULTS = (
         _many_forwards,
         "The model runs {times} times for each backward",
         "Each forward of a sharded model gathers all units anew, and small batches take as long as larger ones.",
-        "Put the samples into one batch (padded, or packed into one sequence), and call the model once; or call"
-        " backward after each, with the reduction in the last one.",
+        "If it runs for one sample after the other, put them into one batch (padded, or packed into one sequence); or"
+        " call backward after each, with the reduction in the last one.",
     ),
     fault_rule(
         "idle_steps",
@@ -508,6 +452,16 @@ LOOP_FAULTS = (
         "Something keeps the tensors of every step.",
         "Add up loss.detach() (or loss.item()) and not the loss, which keeps its whole graph; look for lists and"
         " dicts to which tensors, or samples, are added.",
+    ),
+    fault_rule(
+        "retained_graphs",
+        _retained_graphs,
+        "Every backward retains its graph (retain_graph=True), the last one of a step too",
+        "What the graph has saved stays until the next loss takes its name, beside the next forward's: at the peak"
+        " there are {activations} of activations.",
+        "loss.backward() without retain_graph; it is needed only where another backward goes through the same graph."
+        " Of a state that is carried on to the next step, state.detach().",
+        unless=["growing"],
     ),
     fault_rule(
         "clipped_apart",
@@ -549,44 +503,5 @@ LOOP_FAULTS = (
         "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
         " every hundredth step.",
         unless=["evaluation", "state_dict", "gathered_whole", "anomaly_mode"],
-    ),
-    fault_rule(
-        "looping_optimizer",
-        _looping_optimizer,
-        "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
-        "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
-        "torch.optim.{optimizer}(..., fused=True), or foreach=True.",
-    ),
-    fault_rule(
-        "recomputed",
-        _recomputed,
-        "Activations are recomputed ({count} blocks a step, {seconds}), although memory is not short: the peak is"
-        " {peak} of {memory}",
-        "Recomputation pays with time for memory.",
-        "{recompute_less}",
-    ),
-    fault_rule(
-        "bound_together",
-        _bound_together,
-        "{ranks} ranks are bound to {cores} of the machine's {machine}: they take turns on it",
-        "Each rank's affinity allows it no other core.",
-        "Bind each rank to cores of its own, or none: look for taskset, numactl, sched_setaffinity and KMP_AFFINITY or"
-        " GOMP_CPU_AFFINITY where the job is started, and at the cores that its container or Slurm step was given.",
-    ),
-    fault_rule(
-        "threads",
-        _too_many_threads,
-        "{ranks} ranks with {threads} threads each compute on {cores}: threads wait for each other's cores",
-        "Threads that compute side by side are as slow as the one that has no core.",
-        "Fewer threads: OMP_NUM_THREADS={fewer}, or torch.set_num_threads({fewer}) in each rank.",
-        unless=["bound_together"],
-    ),
-    fault_rule(
-        "kept_gradients",
-        _kept_gradients,
-        "Gradients of the step before are kept through the forward: {kept} of a peak of {peak} ({part})",
-        "They are there when the first backward begins, although it does not add to them.",
-        "optimizer.zero_grad(set_to_none=True), the default, right after the optimizer's step.",
-        unless=["never_zeroed"],
     ),
 )

@@ -200,6 +200,17 @@ class StepFacts:
         last = max((row["step"] for row in rows), default=0)
         return [row for row in rows if row["step"] == last]
 
+    @cached_property
+    def computing_of_rank_0(self) -> dict[int, list[Row]]:
+        """Rank 0's computing in the timeline, by step, in order of time."""
+        computing: dict[int, list[Row]] = defaultdict(list)
+        for row in self.record.table("timeline"):
+            if row["rank"] == 0 and row["lane"] == "compute":
+                computing[row["step"]].append(row)
+        for rows in computing.values():
+            rows.sort(key=itemgetter("start_ns"))
+        return dict(computing)
+
     @property
     def unit_bytes(self) -> Counter[str]:
         """The bytes of each unit, from the ledger; none without one."""

@@ -8,14 +8,12 @@ faults that cost time only.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from operator import itemgetter
 
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
-from fsdplab.profiling.loop_faults import MANY, REGULAR, micro_batches
+from fsdplab.profiling.loop_faults import MANY, REGULAR, SMALL_BYTES, micro_batches
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
 from fsdplab.records.tables import Row
@@ -31,8 +29,24 @@ def _ranks(facts: StepFacts) -> int:
 
 
 def _exchanges_itself(facts: StepFacts) -> bool:
-    """Whether the loop calls collectives of its own in any step: it may reduce gradients, or average parameters."""
-    return any(name.startswith("own ") and "barrier" not in name for name in facts.activities)
+    """Whether the loop itself sends tensors in any step, or calls many collectives: it may reduce gradients, or average
+    parameters now and then. A loss that is averaged for a log is neither.
+    """
+    for name, activity in facts.activities.items():
+        if not name.startswith("own "):
+            continue
+        calls_of_a_step = activity.count / max(activity.regular, 0.01)
+        if activity.nbytes > SMALL_BYTES * activity.count or calls_of_a_step >= MANY:
+            return True
+    return False
+
+
+def _model_communicates(facts: StepFacts) -> bool:
+    """Whether a collective of no unit runs before the backward: a part of the model, or a loss that is averaged."""
+    for row in facts.record.table("collectives"):
+        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
+            return True
+    return False
 
 
 def _reductions(facts: StepFacts) -> dict[int, list[Row]]:
@@ -47,7 +61,9 @@ def _reductions(facts: StepFacts) -> dict[int, list[Row]]:
 def _not_reduced(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report that an engine reduces no gradient, or that ranks without an engine exchange nothing at all."""
     is_a_job = facts.spec.get("job") and _ranks(facts) > 1 and facts.steps
-    if not is_a_job or facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
+    # what other transports do is in no trace
+    is_seen = any(name in str(facts.record.environment.get("backend")) for name in ("gloo", "nccl"))
+    if not is_a_job or not is_seen or facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
         return None
     engine = facts.spec.get("engine")
     collectives = facts.record.table("collectives")
@@ -77,33 +93,30 @@ def _reduced_early(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     times = micro_batches(facts)
     if times < 2 or not facts.spec.get("job") or _exchanges_itself(facts) or facts.observed.get("has_comm_hook"):
         return None
-    compute = defaultdict(list)
-    for row in facts.record.table("timeline"):
-        if row["rank"] == 0 and row["lane"] == "compute":
-            compute[row["step"]].append(row)
     reductions = _reductions(facts)
     for step, reduced in reductions.items():
-        begin = _last_backward(compute[step])
-        if not reduced or begin is None or max(row["end_ns"] for row in reduced) >= begin:
+        begins = backward_begins(facts, step)
+        if not reduced or not begins or max(row["end_ns"] for row in reduced) >= begins[-1]:
             return None
     return Fact(kind, 0.0, "step", values={"times": times}) if reductions else None
 
 
-def _last_backward(compute: Sequence[Row]) -> int | None:
-    """When the step's last backward begins: after the last forward that a backward follows; None without one."""
-    begin = None
+def backward_begins(facts: StepFacts, step: int) -> list[int]:
+    """When rank 0's backwards of a step begin: where computing of a backward follows that of a forward."""
+    begins = []
     is_forward = True
-    for row in sorted(compute, key=itemgetter("start_ns")):
+    for row in facts.computing_of_rank_0.get(step, ()):
         if row["phase"] == "backward" and is_forward:
-            begin = int(row["start_ns"])
+            begins.append(int(row["start_ns"]))
         if row["phase"] in ("forward", "backward"):
             is_forward = row["phase"] == "forward"
-    return begin
+    return begins
 
 
 def _updates_nothing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report an optimizer none of whose parameters has a gradient when it steps."""
-    if not facts.observed.get("updates_nothing"):
+    # without a backward the optimizer has its values from somewhere else
+    if not facts.observed.get("updates_nothing") or "backward" not in facts.activities:
         return None
     why = "they were set to zero before the step"
     if not facts.observed.get("has_model"):
@@ -123,7 +136,7 @@ def _not_stepped(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _outside_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report parameters that no unit of FSDP2 has, though others are sharded: nothing reduces their gradients."""
     count = facts.observed.get("outside_parameters")
-    if not count or _ranks(facts) < 2 or _exchanges_itself(facts):
+    if not count or _ranks(facts) < 2 or _exchanges_itself(facts) or _model_communicates(facts):
         return None
     values = {"outside": plural(count, "parameter"), "size": size(facts.observed.get("outside_bytes") or 0)}
     return Fact(kind, 0.0, "step", values=values)
@@ -145,7 +158,7 @@ def _remade_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
 def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report ranks whose losses are the same number in every step, in a job that shards data."""
     engine = facts.spec.get("engine")
-    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _averages_its_loss(facts):
+    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _model_communicates(facts):
         return None
     losses_of_step = []
     for _, rows in grouped(facts.record.table("steps"), itemgetter("step")).items():
@@ -159,14 +172,6 @@ def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if any(len(losses) > 1 for losses in losses_of_step):
         return None
     return Fact(kind, 0.0, "step", values={"steps": len(losses_of_step), "ranks": _ranks(facts)})
-
-
-def _averages_its_loss(facts: StepFacts) -> bool:
-    """Whether a collective of no unit runs before the backward: it may make the loss the same on all ranks."""
-    for row in facts.record.table("collectives"):
-        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
-            return True
-    return False
 
 
 # these come before all others: they change what is trained

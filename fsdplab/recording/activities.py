@@ -10,6 +10,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `garbage_collection` | collections of the oldest generation |
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
+| `wrapped` | models that are wrapped in DistributedDataParallel |
 | `compiled` | compilations of torch.compile |
 | `summoned` | entries of FSDP1's `summon_full_params` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
@@ -22,6 +23,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
 | `backward` | calls of `Tensor.backward` |
+| `retained graph` | those of them with `retain_graph=True` |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 
@@ -82,6 +84,7 @@ def watch(recorder: RankRecorder) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _wrap_all([clip_grad, torch.nn.utils], name, "clipping", recorder)
     _watch_clipping_again(clip_grad, recorder)
+    _wrap(torch.nn.parallel.DistributedDataParallel, "__init__", "wrapped", recorder)
     _wrap(torch.cuda, "empty_cache", "cache emptied", recorder)
     _watch_deep_copies(recorder)
     _watch_numpy(recorder)
@@ -108,7 +111,10 @@ def watch_tensors(module: Any, recorder: RankRecorder) -> None:
 
 
 def watch_fsdp1(module: Any, recorder: RankRecorder) -> None:
-    """Count entries of `summon_full_params` of torch.distributed.fsdp.fully_sharded_data_parallel, just imported."""
+    """Count entries of `summon_full_params`, and calls of the class's own `clip_grad_norm_`, of
+    torch.distributed.fsdp.fully_sharded_data_parallel, which was just imported.
+    """
+    _wrap(module.FullyShardedDataParallel, "clip_grad_norm_", "clipping", recorder)
     summon = module.FullyShardedDataParallel.summon_full_params
 
     @functools.wraps(summon)

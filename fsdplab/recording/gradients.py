@@ -28,6 +28,8 @@ class Gradients:
         self._updates_seen = 0
         self._had_gradients = False  # at any update, or after the step
         self._idle_bytes = 0  # of gradients that no optimizer steps
+        # of each parameter a few values before the step, by its id
+        self._before = {id(parameter): _some_values(parameter) for parameter in model.parameters()}
 
     def before_backward(self) -> None:
         """Look, at the first backward of the step, at the gradients that are still there from the step before.
@@ -72,13 +74,19 @@ class Gradients:
         }
 
     def _not_stepped(self) -> list[torch.Tensor]:
-        """Return the model's parameters that no living optimizer has, not only of those that stepped last."""
+        """Return the model's parameters that no living optimizer has, and that nothing else has changed in the step."""
         stepped = {id(parameter) for parameter in parameters_of(self._optimizers)}
         for thing in gc.get_objects():
             # not isinstance: lazy proxies would load
             if issubclass(type(thing), Optimizer):
                 stepped.update(id(parameter) for parameter in parameters_of([thing]))
-        return [parameter for parameter in self._model.parameters() if id(parameter) not in stepped]
+        not_stepped = []
+        for parameter in self._model.parameters():
+            before = self._before.get(id(parameter))
+            is_as_before = before is not None and torch.equal(before, _some_values(parameter))
+            if id(parameter) not in stepped and is_as_before:
+                not_stepped.append(parameter)
+        return not_stepped
 
     def _outside_of_units(self) -> list[torch.Tensor]:
         """Return the parameters to train that none of FSDP2's units has sharded, of a model that has units."""
@@ -92,8 +100,20 @@ class Gradients:
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients that are there."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Return the gradients that are there; some engines keep theirs under names of their own."""
+    gradients = []
+    for parameter in parameters:
+        for name in ("grad", "main_grad", "decoupled_grad"):
+            gradient = getattr(parameter, name, None)
+            if isinstance(gradient, torch.Tensor):
+                gradients.append(gradient)
+                break
+    return gradients
+
+
+def _some_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first values that this rank holds."""
+    return local(parameter.detach()).flatten()[:64].clone()
 
 
 def _has_values(gradients: Iterable[torch.Tensor]) -> bool:

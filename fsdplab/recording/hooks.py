@@ -113,6 +113,8 @@ def hook_losses(recorder: RankRecorder) -> None:
         finally:
             recorder.is_in_backward = False
             recorder.taken.note("backward", time.perf_counter_ns() - began)
+            if kwargs.get("retain_graph") and not kwargs.get("create_graph"):
+                recorder.taken.note("retained graph", 0)
 
     Tensor.backward = ends_a_step(noting, recorder, lambda loss, *_: recorder.note_loss(loss))
 

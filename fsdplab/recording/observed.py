@@ -132,7 +132,9 @@ class Observed:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Return whether torch.compile has the model itself, and not only something inside of it."""
+    """Return whether torch.compile or torch.jit has the model itself, and not only something inside of it."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return True
     return type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None
 
 

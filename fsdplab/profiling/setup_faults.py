@@ -1,0 +1,133 @@
+"""Faults of how a job is set up: its optimizer, its threads and cores, what it recomputes, and how gradients are kept.
+
+Each is read once, around the step whose memory is measured (recording/observed.py).
+"""
+
+from __future__ import annotations
+
+from fsdplab.common.sizes import percent, size
+from fsdplab.common.words import plural
+from fsdplab.profiling.loop_faults import MANY, in_most_steps
+from fsdplab.profiling.rules import Fact, fault_rule
+from fsdplab.profiling.step_facts import StepFacts, Unclaimed
+
+SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
+ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
+
+
+def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report an optimizer that steps one tensor after the other."""
+    optimizer = facts.optimizer
+    parameters = facts.observed.get("parameters") or 0
+    if not facts.observed.get("optimizer_loops") or parameters < MANY or optimizer is None:
+        return None
+    # a loop that costs next to nothing is worth a word only where somebody asked for it
+    if optimizer.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
+        return None
+    values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
+    return Fact(kind, optimizer.seconds, "step", values=values)
+
+
+def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report ranks whose threads are more than the cores that they share."""
+    threads = int(facts.observed.get("threads") or 0)
+    cores = int(facts.observed.get("cores") or 0)
+    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
+    # up to half more threads than cores are no fault
+    has_enough = 2 * threads * ranks <= 3 * cores
+    if facts.record.environment.get("device") != "cpu" or threads < 2 or has_enough:
+        return None
+    values = {
+        "threads": threads,
+        "ranks": ranks,
+        "cores": plural(cores, "core"),
+        "fewer": max(1, cores // max(1, ranks)),
+    }
+    return Fact(kind, 0.0, "machine", values=values)
+
+
+def _bound_together(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report ranks that are bound to fewer cores than they are, on a machine that has more."""
+    cores = int(facts.observed.get("cores") or 0)
+    ranks = int(facts.observed.get("ranks_of_a_node") or 0)
+    machine = int(facts.observed.get("cores_of_the_machine") or 0)
+    if not cores or cores >= min(ranks, machine):
+        return None
+    values = {"ranks": ranks, "cores": plural(cores, "core"), "machine": machine}
+    return Fact(kind, 0.0, "machine", values=values)
+
+
+def _recomputed(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report activations that are recomputed though memory is not short."""
+    recomputed = in_most_steps(facts, "recomputed")
+    memory = _device_memory(facts)
+    peak = facts.record.summary.peak_memory_bytes.total
+    if recomputed is None or not memory or not peak or peak > ENOUGH_MEMORY * memory:
+        return None
+    values = {"count": round(recomputed.count), "peak": size(peak), "memory": size(memory)}
+    return Fact(kind, recomputed.seconds, "step", values=values)
+
+
+def _device_memory(facts: StepFacts) -> float | None:
+    """Bytes of memory that a rank may use."""
+    gpus = facts.record.environment.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        return float(gpus[0].get("memory_bytes") or 0) or None
+    # the ranks of a node share its memory
+    cpu = facts.record.environment.get("cpu") or {}
+    of_machine = cpu.get("memory_bytes")
+    if not of_machine:
+        return None
+    return of_machine / max(1, facts.observed.get("ranks_of_a_node") or 1)
+
+
+def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report gradients of the step before that are there when the first backward of a step begins."""
+    kept = facts.observed.get("kept_gradient_bytes")
+    peak = facts.record.summary.peak_memory_bytes.total
+    if not kept or not peak or kept < 0.01 * peak:
+        return None
+    return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
+
+
+SETUP_FAULTS = (
+    fault_rule(
+        "looping_optimizer",
+        _looping_optimizer,
+        "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
+        "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
+        "torch.optim.{optimizer}(..., fused=True), or foreach=True.",
+    ),
+    fault_rule(
+        "recomputed",
+        _recomputed,
+        "Activations are recomputed ({count} blocks a step, {seconds}), although memory is not short: the peak is"
+        " {peak} of {memory}",
+        "Recomputation pays with time for memory.",
+        "{recompute_less}",
+    ),
+    fault_rule(
+        "bound_together",
+        _bound_together,
+        "{ranks} ranks are bound to {cores} of the machine's {machine}: they take turns on it",
+        "Each rank's affinity allows it no other core.",
+        "Bind each rank to cores of its own, or none: look for taskset, numactl, sched_setaffinity and KMP_AFFINITY or"
+        " GOMP_CPU_AFFINITY where the job is started, and at the cores that its container or Slurm step was given.",
+    ),
+    fault_rule(
+        "threads",
+        _too_many_threads,
+        "{ranks} ranks with {threads} threads each compute on {cores}: threads wait for each other's cores",
+        "Threads that compute side by side are as slow as the one that has no core.",
+        "Fewer threads: OMP_NUM_THREADS={fewer}, or torch.set_num_threads({fewer}) in each rank.",
+        unless=["bound_together"],
+    ),
+    fault_rule(
+        "kept_gradients",
+        _kept_gradients,
+        "Gradients of the step before are kept through the forward: {kept} of a peak of {peak} ({part})",
+        "They are there when the first backward begins, although it does not add to them.",
+        "optimizer.zero_grad(set_to_none=True), the default, right after the optimizer's step.",
+        unless=["never_zeroed"],
+    ),
+)
