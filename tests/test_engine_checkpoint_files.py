@@ -240,6 +240,29 @@ def test_a_file_that_cannot_be_read_is_named_on_all_ranks(ranks, tmp_path: Path)
     ranks(2, unreadable, str(tmp_path / "saved"))
 
 
+def forbidden(folder: str) -> None:
+    """A file that one rank may not look at, and a folder that one rank does not see: no rank waits for it."""
+    model, optimizer = trainee(0)
+    checkpoint.save(model, optimizer, folder)
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", path.name)
+
+    is_file = Path.is_file
+    if dist.get_rank() == 1:
+        Path.is_file = refuse
+    with pytest.raises(PermissionError, match="Permission denied: '.*metadata|Permission denied: '__"):
+        checkpoint.load(model, optimizer, folder)
+    Path.is_file = is_file
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*elsewhere"):
+        checkpoint.load(model, optimizer, folder if dist.get_rank() == 0 else f"{folder}/elsewhere")
+
+
+@quick
+def test_what_one_rank_cannot_see_is_said_on_all(ranks, tmp_path: Path) -> None:
+    ranks(2, forbidden, str(tmp_path / "saved"))
+
+
 def other_dtype(folder: str) -> None:
     model, optimizer = trainee(0)
     checkpoint.save(model, optimizer, folder)
@@ -265,6 +288,13 @@ def from_torch(folder: str) -> None:
     for value, then in zip(state_of(other, its), state_of(model, optimizer), strict=True):
         assert torch.equal(value, then)
     assert loss_of(other).isfinite()
+    flat = checkpoint.states_of(model, optimizer)["model"]
+    for name, state in {"flat": flat, "deeper": {"app": {"model": flat}}}.items():
+        dcp.save(state, checkpoint_id=f"{folder}/{name}")
+        with pytest.raises(
+            ValueError, match=r"under other keys: got '(app.model.)?blocks.0.down.bias', expected 'model"
+        ):
+            checkpoint.load(other, its, f"{folder}/{name}")
 
 
 def test_a_checkpoint_of_pytorch_is_read(ranks) -> None:

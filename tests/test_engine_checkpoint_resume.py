@@ -230,7 +230,7 @@ def test_a_value_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     """A learning rate of numpy; and a model's own extra state is loaded as it was."""
     model = WithExtraState()
     optimizer = torch.optim.AdamW(model.parameters(), lr=numpy.float64(0.1))
-    with pytest.raises(ValueError, match=r"optim.param_groups.0.lr could be saved and never loaded: .*float\(value\)"):
+    with pytest.raises(ValueError, match=r"optim.param_groups.0.lr could not be loaded again: .*float\(value\)"):
         checkpoint.save(model, optimizer, tmp_path / "numpy")
     assert not (tmp_path / "numpy").exists()
     optimizer.param_groups[0]["lr"] = 0.1

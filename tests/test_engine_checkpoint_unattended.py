@@ -295,7 +295,8 @@ def refused_extras(folder: Path) -> None:
     checkpoints = CheckpointFolder(folder)
     for extra, words in (
         ({"position": Position()}, "the extra state 'position' differs between ranks.*wrap the object in PerRank"),
-        ({"what": {"path": folder}}, "the extra state 'what' could be saved and never loaded"),
+        ({"what": {"path": folder}}, "the extra state 'what' could not be loaded again"),
+        ({"what": {"rate": lambda step: step}}, "the extra state 'what' could not be loaded again"),
         ({"random": {}}, "the extra state 'random' has a name that the folder uses itself"),
         ({"a.b": {}}, "the extra state 'a.b' has a dot in its name"),
     ):

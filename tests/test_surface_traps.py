@@ -127,6 +127,42 @@ def test_masters_are_float32_or_it_is_said(ranks) -> None:
     ranks(2, masters)
 
 
+# ---- weights that a forward writes to: what it writes is lost with the gathered copy
+
+
+def embedding(max_norm: float | None) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(11, 8, max_norm=max_norm)
+
+
+def square(model: nn.Module) -> torch.Tensor:
+    return model(torch.arange(11)).square().mean()
+
+
+def rewritten() -> None:
+    """The warning, and its remedy, which trains as the unsharded embedding does."""
+    text = said_by(lambda: square(fully_shard(embedding(1.0), mesh=mesh_of())))
+    assert "(max_norm=1.0) shortens rows of its weight" in text and "weight.to_local().renorm_(2.0, 0, 1.0)" in text, (
+        text
+    )
+    model, twin = fully_shard(embedding(None), mesh=mesh_of()), embedding(1.0)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=10.0) for each in (model, twin)]
+    assert "max_norm" not in said_by(lambda: square(model).backward())
+    weight = model.weight
+    for _ in range(3):
+        with torch.no_grad():
+            weight.to_local().renorm_(2.0, 0, 1.0)
+        model.zero_grad(), twin.zero_grad()
+        square(model).backward(), square(twin).backward()
+        close(gradients(model), gradients(twin))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_weights_that_a_forward_writes_to(ranks) -> None:
+    ranks(2, rewritten)
+
+
 # ---- accelerate#3394: an optimizer built before sharding
 
 

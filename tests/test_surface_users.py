@@ -172,10 +172,50 @@ def by_name(fsdp: Any) -> Any:
     return stepped(sharded(fsdp, ByName()), lambda model, step: model(x=data(step)).values[1]["value"].square().mean())
 
 
+class Weights(nn.Module):
+    """Its forward returns its parameter, or a view of it, for its caller to compute with."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.weight, self.transposed = nn.Parameter(torch.randn(8, 8) / 3), transposed
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.t() if self.transposed else self.weight
+
+
+class Generated(nn.Module):
+    """The root computes with what its blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Weights(transposed) for transposed in (False, True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(x @ block())
+        return x
+
+
+def parameters_as_results(fsdp: Any) -> None:
+    """Torch's engine drops the parameters that its caller has just got."""
+    model, twin = sharded(fsdp, Generated()), Generated()
+    if fsdp is torch_engine:
+        assert error_of(lambda: model(data())) == "RuntimeError"
+        return
+    for step in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(model(data()), twin(data()))
+        assert all(type(parameter) is not nn.Parameter for parameter in model.parameters()), "evaluation leaves shards"
+        loss_of(model, step).backward()
+        close(gradients(model), twin_gradients(twin, step))
+        model.zero_grad(), twin.zero_grad()
+
+
 def test_results_that_leave_another_way(ranks) -> None:
     on_both(
         ranks, 2, results_in_a_list, losses_kept_in_modules, only_through_what_is_kept, a_root_that_returns_nothing,
-        by_name,
+        by_name, parameters_as_results,
     )  # fmt: skip
 
 

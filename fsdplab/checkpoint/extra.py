@@ -180,13 +180,13 @@ def give(holder: Any, plain: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 def as_plain_bytes(what: str, value: Any) -> bytes:
     """Return a value as bytes; ValueError unless it can be read back without running code."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
     try:
+        torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:  # torch names what it refuses in an UnpicklingError of many lines
+    except Exception as error:  # an object's own pickling raises anything; torch's refusal has many lines
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{what} could be saved and never loaded: it holds more than numbers, text, tensors and containers of them"
+            f"{what} could not be loaded again: it holds more than numbers, text, tensors and containers of them"
             f" ({reason[:200]}); convert it, as float(value) does for a number of numpy"
         ) from error
     return buffer.getvalue()

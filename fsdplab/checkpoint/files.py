@@ -159,10 +159,14 @@ def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Of 5 checks on 2 ranks the first does 0, 2 and 4, the second 1 and 3.
-    results = [check() for check in checks[rank::ranks]]
+
+    def check_share() -> list[str]:
+        # Of 5 checks on 2 ranks the first does 0, 2 and 4, the second 1 and 3.
+        results = [check() for check in checks[rank::ranks]]
+        return [reason for reason in results if reason is not None]
+
     reasons: list[str] = []
-    for of_rank in _gathered([reason for reason in results if reason is not None]):
+    for of_rank in on_each_rank(check_share):  # a folder that a rank may not read is an OSError, on all ranks
         reasons += of_rank
     if reasons:
         raise CheckpointDamaged(

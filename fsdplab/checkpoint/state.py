@@ -9,6 +9,7 @@ holds, or leaves a model half overwritten (files.py).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class CheckedCheckpoint:
     def __init__(self, folder: str | Path, require_manifest: bool) -> None:
         self.folder = Path(folder)
         reader = files.CheckedReader(str(folder))
-        _find(self.folder)
+        files.on_all_ranks(partial(_find, self.folder))  # a machine may lack the folder
         listed = files.check_manifest(self.folder, require_manifest)
         self.metadata = files.on_all_ranks(reader.read_metadata)
         files.check_entries(self.folder, self.metadata, listed)
@@ -86,6 +87,7 @@ class CheckedCheckpoint:
         plain = {name: self._extra_of(name) for name in extra}
         live = states_of(model, optimizer)
         model_state, groups = live["model"], live["optim"]["param_groups"]
+        _check_layout(self.folder, self.entries)
         _check("model", "model.", {"model": model_state}, self.entries)
 
         saved = SavedOptimizer(self.metadata, self._read(self._hyperparameters()))
@@ -197,6 +199,16 @@ def _find(folder: Path) -> None:
         f"no checkpoint in {folder}: got {inside}, expected a .metadata file (a save that was"
         " cut short has none); name the folder that was given to `save`"
     )
+
+
+def _check_layout(folder: Path, entries: dict[str, Any]) -> None:
+    """Raise ValueError for a checkpoint that somebody else has written, under other keys than PyTorch's recipe."""
+    if entries and not any(name.startswith(("model.", STATE, GROUPS)) for name in entries):
+        raise ValueError(
+            f"the checkpoint in {folder} has the model under other keys: got {min(entries)!r}, expected 'model.' and"
+            " names of parameters, 'optim.' and names of states; save what get_state_dict(model, optimizer) returns as"
+            " dcp.save({'model': ..., 'optim': ...})"
+        )
 
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:

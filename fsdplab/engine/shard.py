@@ -31,6 +31,7 @@ from fsdplab.engine.features.misuse_checks import (
     mark_ignored,
     warn_of_late_parameters,
     warn_of_low_masters,
+    warn_of_rewritten_weights,
     watch_optimizers,
     watch_units,
 )
@@ -239,6 +240,7 @@ def _make_units(
 def _check_first(root: nn.Module, runtime: Runtime) -> None:
     """Warn of what is looked at once, before the first forward of a root that trains."""
     warn_of_late_parameters(root)
+    warn_of_rewritten_weights(root)
     warn_of_differing_weights(unit.memory for unit in runtime.units.values())
 
 

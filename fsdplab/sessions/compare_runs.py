@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.machine import free_memory
+from fsdplab.common.names import SAVES_MOST
 from fsdplab.common.sizes import size
 from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
@@ -306,7 +307,7 @@ def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]
         profile=0,
         memory=False,
         engine="lab",
-        strategy="full_shard",
+        strategy=SAVES_MOST[0],
         card=None,
         shard_size=None,
         link_across=None,

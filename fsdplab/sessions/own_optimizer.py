@@ -40,7 +40,7 @@ def own_step(task: Workload, seed: int) -> OwnStep:
     """Return the step of the workload's own optimizer on its whole model."""
     try:
         return _stepped(task, task.build("meta", seed))
-    except Exception:  # of the optimizer's own code, which may refuse this device
+    except Exception:  # of the optimizer's own code, which may refuse this device; below it has another, or tells why
         pass
     try:
         with unlogged(), FakeTensorMode(allow_non_fake_inputs=True):

@@ -222,7 +222,9 @@ class UnitHooks:
         if not self.bound.recomputes(unit):  # a recomputation is a part of the backward that has begun already
             has_backward = False
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if self._is_parameter(tensor):
+                    unit.hidden = True  # the caller computes with it, so it must stay
+                elif tensor.requires_grad:
                     has_backward = True
                     # The first gradient that arrives at one of the outputs unshards the unit for its backward.
                     self._ask(tensor)
@@ -247,6 +249,16 @@ class UnitHooks:
             for module, _ in param.sites():
                 modules[module] = None
         return list(modules)
+
+    def _is_parameter(
+        self,
+        output: torch.Tensor,  # any shape
+    ) -> bool:
+        """Whether `output` is an unsharded parameter of the unit, or a view of one."""
+        base = output._base if output._is_view() else output
+        if type(base) is not nn.Parameter:  # what nearly all outputs are: the rest takes longer
+            return False
+        return any(base is param.gathered for param in self.unit.memory.params)
 
     def watch_parts(self) -> None:
         """Notice backwards that begin inside the unit, if it is resharded before them; else its weights are there."""

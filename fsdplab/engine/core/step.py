@@ -149,9 +149,9 @@ class StepOrder:
             self._entered.remove(unit)
         self.schedule.after_forward(unit.name)
         with self._span("post_forward", unit.name):
-            may_reshard = unit.reshard_after_forward and not unit.hidden  # nothing announces a hidden unit's backward
+            may_reshard = unit.reshard_after_forward
             nobody_needs_it = not will_backward and not unit.keep_unsharded
-            if may_reshard or nobody_needs_it:
+            if (may_reshard or nobody_needs_it) and not unit.hidden:
                 unit.reshard("forward", until_backward=will_backward)
 
     # ---- backward

@@ -121,7 +121,8 @@ class Unit(Generic[M]):
         # where it stands
         self.state = SHARDED  # of its parameters
         self.to_run: set[int] = set()  # its modules whose forward is to come, once the first of them has begun
-        self.hidden = False  # whether a module of it ran whose backward nothing will announce
+        # Whether a module of it ran whose backward nothing will announce, or that has returned a parameter.
+        self.hidden = False
         self.backward = DONE
         self._gathered = False  # whether it was unsharded since its shards last changed
         self._by_hand = False  # whether it was unsharded outside a forward: the next one uses that

@@ -196,6 +196,21 @@ def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None
     )
 
 
+def warn_of_rewritten_weights(root: nn.Module) -> None:
+    """Warn of embeddings below `root` whose forward writes to their weights: nothing of that reaches the shards."""
+    if all(unit.memory.config.divide == 1 for unit in units_under(root, recurse=True)):  # one rank has all rows
+        return
+    for name, module in root.named_modules():
+        limit = getattr(module, "max_norm", None)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and limit is not None:
+            warnings.warn(
+                f"the forward of {name!r} (max_norm={limit}) shortens rows of its weight, which changes the gathered"
+                " copy of one rank and no shard; build it without max_norm, and shorten the rows of the sharded weight"
+                f" after each step: under torch.no_grad(), weight.to_local().renorm_({module.norm_type}, 0, {limit})",
+                stacklevel=3,
+            )
+
+
 @cache
 def watch_optimizers() -> None:
     """Have every optimizer's step check its parameters, from now on: who only imports the engine is left alone."""

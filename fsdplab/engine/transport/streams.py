@@ -68,7 +68,7 @@ def _future(work: dist.Work) -> torch.futures.Future | None:
     """Return what tells when a collective is done; works of groups written in Python need not have it."""
     try:
         return work.get_future()
-    except RuntimeError:
+    except RuntimeError:  # "Work::getFuture not implemented"
         return None
 
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fsdplab.common.fields import option
-from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
+from fsdplab.common.names import (
+    IN_GROUPS,
+    SAVES_MOST,
+    STRATEGIES,
+    STRATEGIES_IN_WORDS,
+    STRATEGY_ROWS,
+    StrategyRow,
+    strategies_that,
+)
 from fsdplab.planning.hardware import HardwareError, parse_cluster
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, WindTunnelError, card_for, wind_tunnel
@@ -108,7 +116,7 @@ class Sharding(Checked):
     `shard_size` ranks form a shard group of hybrid_shard.
     """
 
-    strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.", one_of=STRATEGIES)
+    strategy: str = option(SAVES_MOST[0], f"{STRATEGIES_IN_WORDS}.", one_of=STRATEGIES)
     shard_size: int | None = option(None, "Ranks of one shard group of hybrid_shard.", least=1)
     units: str = option(
         "auto",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdplab.common.names import SAVES_MOST
 from fsdplab.engine import shard_model
 from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.buffers import UnshardedBuffer
@@ -258,7 +259,7 @@ def _tiny_steps(clock: Clock, sharded: bool) -> tuple[float, float]:
     model: nn.Module = build_model("gpt-tiny")
     blocks = type(model.blocks[0])
     if sharded and dist.get_world_size() > 1:
-        model = shard_model(model, "full_shard", units=(blocks,))
+        model = shard_model(model, SAVES_MOST[0], units=(blocks,))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, _FEW, dtype=torch.int64)
     steps: list[float] = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplab.common.names import SAVES_MOST
 from fsdplab.engine import MatrixOptimizer
 from fsdplab.engine.emulation.link import Link, emulate, emulate_exchange, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
@@ -49,7 +50,7 @@ class EmulatedNetwork:
         # every rank computes the same link from the slowest one, which the others wait for
         slowest = torch.tensor(statistics.median(self.computing), device=self.context.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        rows = traffic_of(self.spec, "full_shard")  # what the target's ratio is about
+        rows = traffic_of(self.spec, SAVES_MOST[0])  # what the target's ratio is about
         self.chosen = link_for(
             target,
             compute_s=slowest.item(),

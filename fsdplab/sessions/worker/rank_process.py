@@ -147,7 +147,7 @@ def _wait_for_peers(store: dist.Store, world_size: int) -> None:
     """
     try:
         store.wait([_connected(rank) for rank in range(world_size)], _PEERS_CONNECT)
-    except RuntimeError:
+    except RuntimeError:  # a peer has died, which the launcher tells
         pass
 
 
