@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
 
 from fsdplab.cli.terminal import Ended, signals_as_exceptions
 from fsdplab.common.files import is_full, try_folder, try_output, write_output, write_whole
+from fsdplab.common.processes import descendants
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.launch.mailbox import Mailbox
@@ -218,6 +221,56 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Sig
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.strip()) == (128 + sent, "fsdplab: interrupted")
     assert list(temporary.glob("fsdplab-*")) == [] and processes_of(tmp_path) == []
+
+
+_INTERRUPTED_IMPORT = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "fsdplab.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from fsdplab.cli import main
+main(["plan"])
+"""
+
+
+@pytest.mark.quick
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_IMPORT], env=with_this_checkout(os.environ), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fsdplab: interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are looked for in /proc")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_process_of_a_command_starts_is_one_line(sent: signal.Signals) -> None:
+    with subprocess.Popen(
+        run_of("fsdplab", "course", "tracks"), env=with_this_checkout(os.environ), stdout=-1, stderr=-1, text=True
+    ) as process:
+        until(lambda: descendants(process.pid), 60)
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (128 + sent, "", "fsdplab: interrupted\n")
+
+
+_WAITING = "import pathlib, time; pathlib.Path('begun').touch(); time.sleep(90)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+def test_a_signal_ends_a_run_of_notebooks_and_not_one_notebook(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        nbformat.write(new_notebook(cells=[new_code_cell(_WAITING)]), tmp_path / f"{name}.ipynb")
+    environment = with_this_checkout({**os.environ, "TMPDIR": str(tmp_path)})
+    with subprocess.Popen(
+        run_of("fsdplab", "course", "test", str(tmp_path)), env=environment, stdout=-1, stderr=-1, text=True
+    ) as process:
+        until((tmp_path / "begun").exists, 90)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "fsdplab: interrupted\n")
+    assert list(tmp_path.glob("fsdplab-*")) == [] and processes_of(tmp_path) == []
 
 
 # ---- JupyterLab's port

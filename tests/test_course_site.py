@@ -277,11 +277,12 @@ def test_a_bundle_is_shown_in_its_richest_form_without_scripts(data, expected):
     assert expected in made and "evil" not in made
 
 
-def test_a_deck_has_a_slide_for_each_heading_and_no_exercise():
+def test_a_deck_has_a_slide_for_each_text_and_no_exercise():
     figure = new_output("display_data", {"image/svg+xml": "<svg/>", "text/plain": "[figure] a line"})
     notebook = source("01", new_markdown_cell("## Another\n\nText."), new_code_cell("draw()", outputs=[figure]))
+    notebook.cells += [new_markdown_cell("A second text."), new_code_cell('check("02.cards")'), new_code_cell("last()")]
     deck = deck_of(notebook, "Small things")
-    assert deck.count('<section class="slide">') == deck.count("</section>") == 3 and deck.count("<img") == 1
+    assert deck.count('<section class="slide">') == deck.count("</section>") == 4 and deck.count("<img") == 1
     assert "02.cards" not in deck and "teaching.start" not in deck and not re.search("(src|href)=.http", deck)
 
 

@@ -14,9 +14,11 @@ from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.site.pages import text_html
 from fsdplab.teaching.slides import picture_of
 
-_STYLE = f"""body{{font:15px/1.45 {FONT};max-width:48em;margin:2em auto;color:#14171c}}
-section{{break-after:page}} img{{width:100%;border:1px solid #cfd3d9}} blockquote{{font-weight:bold;margin:0.5em 0}}
-pre{{white-space:pre-wrap}} h1{{font-size:1.4em;margin-bottom:0}} h2{{font-size:1.1em}}"""
+_STYLE = f"""body{{font:15px/1.45 {FONT};max-width:48em;margin:2em auto;padding:0 1em;color:#14171c}}
+section{{break-after:page}} blockquote{{font-weight:bold;margin:0.5em 0}}
+img{{width:100%;box-sizing:border-box;border:1px solid #cfd3d9}} table{{display:block;overflow-x:auto}}
+pre{{white-space:pre-wrap}} code{{overflow-wrap:anywhere}} h1{{font-size:1.4em;margin-bottom:0}}
+h2{{font-size:1.1em}}"""
 _RECAP = re.compile(r"^## Recap\s*$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
 

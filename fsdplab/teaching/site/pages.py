@@ -38,6 +38,7 @@ _HIDDEN = {"teacher", "hide-cell", "remove-cell"}
 _NUMBERED = re.compile(r"#\s+(\d\d)\s+(.+)")
 _BESIDE = re.compile(r'href="([\w-]+)\.ipynb')  # other notebooks are pages of the site too
 _HEADING = re.compile(r'<h([1-6])(?: id="[^"]*")?>(.*?)</h\1>', re.DOTALL)
+_CHECK = re.compile(r"(teaching\.)?check\([^()]*\)")
 _LARGEST_STYLE = 10**6
 
 
@@ -86,23 +87,28 @@ def page_of(notebook: NotebookNode, title: str, **resources: Any) -> str:
 
 
 def deck_of(notebook: NotebookNode, title: str) -> str:
-    """Return a notebook as slides in one file: a heading begins a slide; exercises are left out."""
+    """Return a notebook as slides in one file: each text begins a slide, with the code and figures that follow it.
+
+    Exercises and their checks are left out.
+    """
     shown = _for_readers(notebook)
-    shown.cells = [cell for cell in shown.cells if not {"solution", "stub"} & set(tags_of(cell)) and not _starts(cell)]
+    shown.cells = [cell for cell in shown.cells if not (_is_of_an_exercise(cell) or _starts(cell))]
     for place, cell in enumerate(shown.cells):
         following = shown.cells[place + 1] if place + 1 < len(shown.cells) else None
-        cell.metadata.begins_slide = place == 0 or _has_heading(cell)
-        cell.metadata.ends_slide = following is None or _has_heading(following)
+        cell.metadata.begins_slide = place == 0 or cell.cell_type == "markdown"
+        cell.metadata.ends_slide = following is None or following.cell_type == "markdown"
     return _converted("deck", shown, title, {"styles": styles()})
+
+
+def _is_of_an_exercise(cell: NotebookNode) -> bool:
+    """Return whether a cell is an exercise or nothing but its check, which says nothing without the exercise."""
+    is_check = cell.cell_type == "code" and _CHECK.fullmatch(cell.source.strip())
+    return bool(is_check or {"solution", "stub"} & set(tags_of(cell)))
 
 
 def _starts(cell: NotebookNode) -> bool:
     """Whether it is the lesson's first code: imports, and the edition."""
     return cell.cell_type == "code" and "teaching.start(" in cell.source
-
-
-def _has_heading(cell: NotebookNode) -> bool:
-    return cell.cell_type == "markdown" and cell.source.lstrip().startswith("#")
 
 
 def text_page(text: str, title: str, **resources: Any) -> str:
