@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.profiling.findings import MOST, Finding, findings, profiling_cost
+from fsdplab.profiling.step_facts import step_facts
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Summary
@@ -208,6 +209,20 @@ def test_a_queue_costs_no_more_than_two_queues_would_save(tmp_path: Path) -> Non
         tmp_path, compute=10, other_rank=10, exposed=exposed, link={"queues": 1, "name": "eth1", "bytes_per_s": 125e6}
     )
     assert seconds_by_kind(record) == {"slow_link": 0.050, "one_communicator": 0.030}
+
+
+@pytest.mark.quick
+def test_time_on_a_slow_link_between_groups_is_no_latency(tmp_path: Path) -> None:
+    """2 MB among the shards take 2 ms and a latency of 1 ms; 2 MB between the groups take 20 ms and 1 ms."""
+    link = {"name": "fast", "bytes_per_s": 1e9, "across": {"name": "slow", "bytes_per_s": 1e8}}
+    record = by_hand(tmp_path, exposed=[("a", "backward", "all_reduce", 21, 21, "late_start")], link=link)
+    record.spec |= {"strategy": "hybrid_shard", "world_size": 4, "shard_size": 2}
+    record.tables["ledger"] = [
+        {"rank": 0, "step": 7, "unit": "a", "kind": kind, "wire_bytes": 2_000_000, "logical_bytes": 4_000_000,
+         "emulated": True, "start_ns": 0, "end_ns": length * MS}
+        for kind, length in (("all_gather", 3), ("all_reduce", 21))
+    ]  # fmt: skip
+    assert step_facts(record).latency_s == pytest.approx(0.002)
 
 
 @pytest.mark.quick

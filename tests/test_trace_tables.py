@@ -112,6 +112,36 @@ def test_delays_and_queues_of_a_host_that_runs_ahead(tmp_path):
 
 
 @pytest.mark.quick
+def test_the_slowest_step_is_that_of_the_slowest_rank(tmp_path):
+    """Step 1 takes 500 us on rank 0 and 100 on rank 1, step 2 takes 200 on both: no rank's lengths stand for all."""
+    analyses = []
+    for number, first in ((0, 500), (1, 100)):
+        rank = GpuRank(number).step(1, 0, 10).kernel(1, 0, first, name="gemm").nccl("all_reduce", 2, first - 10, first)
+        rank.step(2, 10, 20).kernel(11, first, first + 200, name="gemm")
+        analyses.append(analyse_trace(rank.write(tmp_path / f"{number}.json")))
+    assert "Step 1 " in tables.critical_path(analyses).sentence
+
+
+@pytest.mark.quick
+def test_a_cuda_graph_is_one_launch(tmp_path):
+    """Three kernels of 2 us on 10 us of device time, of one call of 1 us; they begin 4 us after its end."""
+    rank = GpuRank(world_size=1).step(1, 0, 20).kernel(0, 5, 7)
+    for start in (9, 13):
+        rank.events.append({**rank.events[-1], "ts": start})
+    (row,) = rows(tables.launches(rank.write(tmp_path / "t.json")))
+    assert (row["launches"], row["queue_most"], row["delay_median_ns"]) == (1, 1, 4000)
+
+
+@pytest.mark.quick
+def test_streams_of_two_devices_have_queues_of_their_own(tmp_path):
+    """One process launches a kernel on each device; both begin at once, so each found an empty queue."""
+    rank = GpuRank(world_size=1).step(1, 0, 20).kernel(0, 5, 90).kernel(2, 5, 90)
+    rank.events[-1] |= {"pid": 1, "args": {**rank.events[-1]["args"], "device": 1}}
+    found = {row["stream"]: row["queue_empty"] for row in rows(tables.launches(rank.write(tmp_path / "t.json")))}
+    assert found == {"7 of device 0": 1, "7 of device 1": 1}
+
+
+@pytest.mark.quick
 def test_a_host_that_cannot_keep_up(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 400)
     for number in range(4):  # each kernel of 0.5 us starts right after its launch
@@ -468,6 +498,12 @@ def test_loading_data_is_a_row_of_its_own(tmp_path):
         ]
     (loading,) = [row for row in rows(tables.difference_of_steps(*both)) if row["part"] == "loading data"]
     assert loading["difference_ns"] == pytest.approx(3e6) and loading["beyond"] == "yes"
+    # a step whose batch was there at once counts in the mean, and what nobody noted is no 0
+    both[1].tables["steps"][0]["loading_s"] = 0.0
+    (loading,) = [row for row in rows(tables.difference_of_steps(*both)) if row["part"] == "loading data"]
+    assert loading["difference_ns"] == pytest.approx(1e6)
+    both[0].tables["steps"] = [{**row, "loading_s": None} for row in both[0].tables["steps"]]
+    assert "loading data" not in [row["part"] for row in rows(tables.difference_of_steps(*both))]
 
 
 # ---- the roofline: operators by shape, and copies

@@ -303,6 +303,18 @@ def test_collectives_of_two_communicators_do_not_queue_behind_each_other(tmp_pat
     assert step.collectives[1]["cause"] == "link_busy", "on one communicator the gather was behind the sum"
 
 
+def test_a_copy_behind_a_reduction_packs_nothing_for_the_next_micro_batch(tmp_path):
+    """In each of two ranges of a unit a copy of 20 us comes before its reduction and one of 40 us behind it."""
+    inside = "Memcpy DtoD (Device -> Device)"
+    rank = GpuRank().step(1, 0, 1100).kernel(1, 10, 200)
+    for at in (20, 1020):
+        rank.range("FSDP::post_backward_reduce (a)", at, at + 40).copy(at + 1, at + 180, at + 200, name=inside)
+        rank.nccl("reduce_scatter", at + 10, at + 200, at + 300)
+        rank.copy(at + 20, at + 300, at + 340, name=inside).kernel(at + 50, at + 340, at + 400)
+    (step,) = analysed(tmp_path, rank).steps
+    assert [row["packing_ns"] for row in step.collectives] == [20_000, 20_000]
+
+
 def test_a_collective_is_not_behind_one_that_still_runs(tmp_path):
     """The trace does not tell the groups: the gather waited for the first sum, and runs beside the second."""
     untold = {"group": "", "number": "", "size": 2}

@@ -405,9 +405,12 @@ class _Step:
             self.now["unsharded_gradients"] += self.head
             yield self._moment("backward of the head", activations=loss.after)
         else:
-            second = self.root
-            if not self.spec.model.tied:  # a tied table has two gradients, which are added
-                second -= self.head
+            second = self.root - self.head
+            if self.spec.model.tied and all(self.spec.model.ends):
+                second += self.head  # the embedding's own gradient of the table, beside the head's
+                if self.spec.loss == "eager" and not self.spec.autocast:
+                    # the head's is a view, into which autograd does not add: their sum is a third one
+                    second += self.head
             yield self._moment("backward of the embeddings", unsharded_gradients=second)
             self.now["unsharded_gradients"] -= self.head
             self.now["activations"] = batch + loss.held

@@ -16,6 +16,7 @@ from math import inf
 from operator import itemgetter
 from typing import Any
 
+from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.late_rank import LateRank, late_rank_of
 from fsdplab.profiling.step_summary import (
@@ -29,6 +30,7 @@ from fsdplab.profiling.step_summary import (
 from fsdplab.profiling.traces.host_reads import NAMES as TRACED
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
+from fsdplab.records.summary import Link
 from fsdplab.records.tables import Row
 
 ByRankAndStep = Mapping[tuple[int, int], float]
@@ -280,9 +282,9 @@ class StepFacts:
             return 0.0
         link = self.record.summary.link
         if link and link.bytes_per_s:
-            emulated_bytes = sum(row["wire_bytes"] for row in rows if row["emulated"])
-            # what remains of the link's time once the bytes have passed at its bandwidth
-            return self._carried_s - emulated_bytes / link.bytes_per_s
+            # what remains of the links' time once the bytes have passed at their bandwidths
+            passed_s = sum(row["wire_bytes"] / self._bytes_per_s(row, link) for row in rows if row["emulated"])
+            return max(0.0, self._carried_s - passed_s)
         # of large messages the bytes take the time; of a few, the quickest may have been quick by chance
         if len(rows) < _ENOUGH or statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
@@ -290,6 +292,16 @@ class StepFacts:
         lengths = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
         quickest_ns = min(lengths, default=0)
         return quickest_ns / 1e9 * len(rows)
+
+    def _bytes_per_s(self, row: Row, link: Link) -> float:
+        """The bandwidth of the emulated link that carried a row of the ledger: between shard groups replicas are
+        summed, over a link of its own where there is one.
+        """
+        across = link.across
+        is_across = row["kind"] == "all_reduce" and self.spec.get("strategy") in IN_GROUPS
+        if is_across and across is not None and across.bytes_per_s:
+            return across.bytes_per_s
+        return link.bytes_per_s or inf
 
 
 def step_facts(record: RunRecord) -> StepFacts:

@@ -350,9 +350,10 @@ class StorageLog(TorchDispatchMode):
             _have(tensor, nbytes)
         numbers = [self._see(tensor) for tensor in results]
         new = [number for number in numbers if number]
-        # a tensor with two uses has two gradients, which autograd adds here; it may write into either term
-        if self._between and func is torch.ops.aten.add.Tensor and new:
-            self._summed = new[0], {self._number(term) for term in args[:2] if _may_be_written(term)}
+        # A tensor with two uses has two gradients, which autograd adds here. It may write into the first, but not into
+        # a view such as the gradient of a linear layer's weight: then both and their sum are there at once.
+        if self._between and func is torch.ops.aten.add.Tensor and new and _may_be_written(args[0]):
+            self._summed = new[0], {self._number(args[0])}
         if taken.scratch:
             # begins and ends inside the operator, at whose peak it counts
             self._events += [Allocate(SCRATCH, taken.scratch, "activations"), Free(SCRATCH)]

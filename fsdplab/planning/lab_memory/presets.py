@@ -97,6 +97,10 @@ def unit_of(run: LabRun, parameter: str) -> str:
 def micro_batch_of(run: LabRun) -> MicroBatch:
     """The micro-batch of a run, as a recording of it would be."""
     recorded = kept_recordings()[recording_name(run)]
+    if run.shape.tied and run.units == "linear":
+        # a tied head is of the root, which is not computed again
+        in_blocks = replace(run, units="block")
+        recorded = recorded | {LOSS: kept_recordings()[recording_name(in_blocks)][LOSS]}
     units = {}
     for name, parameters in unit_parameters(run).items():
         units[name] = tuple(Stored(parameter.name, parameter.shape, MASTER, run.itemsize) for parameter in parameters)
@@ -186,30 +190,48 @@ class Sizes:
         return self._known[product]
 
 
+_TABLE = "token_embedding.weight"
+
+
 class _Events:
-    """Writes the events of one micro-batch from the lines of a recording."""
+    """Writes the events of one micro-batch from the lines of a recording, whose head is a matrix of its own.
+
+    A head that is tied to the embedding leaves no gradient of its own: autograd holds it until the embedding's is
+    there, and adds both into a third storage, since the first is a view.
+    """
 
     def __init__(self, run: LabRun, units: Mapping[str, Sequence[Stored]], sizes: Sizes) -> None:
         self.run, self.units, self.sizes = run, units, sizes
         self.events: list[Event] = []
         self._alive: list[int] = []  # numbers of storages, the newest last
         self._begun = 0
+        self._of_table = ""  # the size of a gradient of the table that is also the head
+        if run.shape.tied:
+            self._of_table = f"{run.itemsize}*C*V"
+        self._of_head = 0  # the storage of the head's part of that gradient
 
     def add(self, lines: Sequence[Line], layer: int | None = None) -> None:
         """Add the events of a part, in a block those of one layer."""
         for kind, *words in lines:
             if kind == "allocate":
                 product, category = words
-                self._begun += 1
-                self._alive.append(self._begun)
-                self.events.append(Allocate(self._begun, self.sizes.bytes_of(product), category))
+                # a part of a gradient is none yet
+                self._alive.append(self._allocate(product, "activations" if product == self._of_table else category))
             elif kind == "free":
                 (age,) = words
-                self.events.append(Free(self._alive.pop(-int(age))))
+                storage = self._alive.pop(-int(age))
+                if storage != self._of_head:
+                    self.events.append(Free(storage))
             elif kind == "gradient":
                 name, age = words
-                parameter = self._parameter(name.format(layer))
-                self.events.append(Gradient(unit_of(self.run, parameter), parameter, self._alive[-int(age)]))
+                storage = self._alive[-int(age)]
+                if self._of_table and name == "head.weight":
+                    self._of_head = storage
+                elif self._of_table and name == _TABLE:
+                    self._add_tied(int(age))
+                else:
+                    parameter = name.format(layer)
+                    self.events.append(Gradient(unit_of(self.run, parameter), parameter, storage))
             else:
                 method, *unit = words  # no unit is named where the call is for all
                 self._call(method, "".join(unit).format(layer))
@@ -219,10 +241,18 @@ class _Events:
         if not unit or unit in self.units:
             self.events.append(Call(method, unit))
 
-    def _parameter(self, name: str) -> str:
-        if name == "head.weight" and self.run.shape.tied:
-            return "token_embedding.weight"
-        return name
+    def _allocate(self, product: str, category: str) -> int:
+        """A storage begins; returns its number."""
+        self._begun += 1
+        self.events.append(Allocate(self._begun, self.sizes.bytes_of(product), category))
+        return self._begun
+
+    def _add_tied(self, age: int) -> None:
+        """The sum of the head's part and the embedding's, which has that age, is the gradient of both."""
+        total = self._allocate(self._of_table, "unsharded_gradients")
+        self.events += [Free(self._of_head), Free(self._alive[-age])]
+        self.events.append(Gradient(unit_of(self.run, _TABLE), _TABLE, total))
+        self._alive[-age] = total  # what ends with the next line
 
 
 # ---- scratch memory of attention

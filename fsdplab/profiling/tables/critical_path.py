@@ -101,11 +101,11 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
     Two ranks that compute for 80 and 100 ms and then reduce for 10: 100 ms of the second rank's computing, then the
     collective.
     """
-    # which step: its ranks wait for each other, so that any rank's length of a step stands for all
+    # which step: each is as long as that of its slowest rank
     lengths: dict[int, int] = {}
     for analysis in analyses:
         for row in analysis.rows("breakdown"):
-            lengths[row["step"]] = row["step_ns"]
+            lengths[row["step"]] = max(row["step_ns"], lengths.get(row["step"], 0))
     if step is None and lengths:
         step = max(lengths, key=lengths.__getitem__)
 

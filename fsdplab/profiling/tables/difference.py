@@ -166,6 +166,9 @@ def difference_of_steps(first: RunRecord, second: RunRecord) -> Table:
     after = _parts(second)
     rows = []
     for part in dict.fromkeys([*before, *after]):
+        is_unknown = part not in before or part not in after
+        if part == _LOADING and is_unknown:  # nobody noted it in one of the runs
+            continue
         # the values of the profiled steps, one each
         values_before = before.get(part, [0.0])
         values_after = after.get(part, [0.0])
@@ -211,7 +214,7 @@ def _parts(record: RunRecord) -> dict[str, list[float]]:
     steps = {row["step"] for row in breakdown}
     loading = []
     for row in record.table("steps"):
-        if row["rank"] == worst.rank and row["step"] in steps and row.get("loading_s"):
+        if row["rank"] == worst.rank and row["step"] in steps and row.get("loading_s") is not None:
             loading.append(1e9 * row["loading_s"])
     if loading:
         parts[_LOADING] = loading

@@ -18,6 +18,7 @@ import numpy as np
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import COMMUNICATION, COPY, KERNEL, KINDS, OPERATOR, Work, work_in
+from fsdplab.profiling.traces.chrome import LATEST_NS
 
 _COLUMNS = (
     Column("kind", "kind"),
@@ -175,15 +176,20 @@ def _streams(work: Work) -> list[Row]:
     events = work.found
     calls = events.launched_by[work.rows]
     is_launched = work.of_kind(KERNEL, COMMUNICATION, COPY) & (calls >= 0)
-    names = [events.threads[thread][1] for thread in events.thread[work.rows].tolist()]
-    streams = np.array(names, dtype=object)
+    # two devices of one process have streams of equal numbers, each with a queue of its own
+    streams = events.thread[work.rows]
+    devices = {events.threads[stream][0] for stream in streams[is_launched].tolist()}
     rows = []
     for stream in dict.fromkeys(streams[is_launched].tolist()):
+        device, name = events.threads[stream]
         of_stream = is_launched & (streams == stream)
         work_of_stream = work.rows[of_stream]
-        started = events.start[work_of_stream]
-        ended = events.end[work_of_stream]
-        calls_of_stream = calls[of_stream]
+        # the kernels of a CUDA graph share one call, and are one piece of work
+        calls_of_stream, place = np.unique(calls[of_stream], return_inverse=True)
+        started: np.ndarray = np.full(len(calls_of_stream), LATEST_NS)
+        np.minimum.at(started, place, events.start[work_of_stream])
+        ended: np.ndarray = np.full(len(calls_of_stream), -LATEST_NS)
+        np.maximum.at(ended, place, events.end[work_of_stream])
         called = events.start[calls_of_stream]
         returned = events.end[calls_of_stream]
         # work may start before its call returns: no delay
@@ -192,8 +198,8 @@ def _streams(work: Work) -> list[Row]:
         queued, queue_mean = _queue(called, started)
         rows.append(
             {
-                "stream": str(stream),
-                "launches": len(started) / work.steps,
+                "stream": f"{name} of device {device}" if len(devices) > 1 else str(name),
+                "launches": len(calls_of_stream) / work.steps,
                 "delay_median_ns": float(np.median(delay)),
                 "delay_p95_ns": float(np.percentile(delay, 95)),
                 "short_kernels": float(np.mean(is_short)),

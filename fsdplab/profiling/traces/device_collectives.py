@@ -107,9 +107,10 @@ def _add_copies(events: Events, collectives: Sequence[Collective], ranges: Mappi
             before = [collective for collective in of_unit if collective.end <= start]
             if before:
                 before[-1].add(Piece(start, end, "copy-out"))
-        else:  # it packs for the next one
+        else:  # it packs for the next one, if the same range launched that
             of_unit = by_kind_and_unit.get((OPENS[mark.label], mark.unit), [])
-            after = [collective for collective in of_unit if collective.start >= end]
+            launched = [collective for collective in of_unit if mark.start <= collective.issue <= mark.end]
+            after = [collective for collective in launched if collective.start >= end]
             if after:
                 after[0].add(Piece(start, end, "copy-in"))
 
