@@ -260,7 +260,7 @@ def test_an_answer_that_is_waited_for_dims_the_old_one_and_the_bar_is_full_only_
 ) -> None:
     host, held = Host(live_site), list[Any]()
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="dark")
-    context.route("**/pyodide.asm.wasm", held.append)
+    context.route("**/pyodide.asm.wasm", lambda route: held.append(route))
     page = patient(context.new_page())
     page.goto(f"{host.address}/")
     opacity = "getComputedStyle(document.querySelector('.fl-stage')).opacity"

@@ -54,6 +54,8 @@ function ready() {
   keep().catch(() => "").then((text) => { tell(text); document.body.dataset.kept = text ? "yes" : "no"; });
 }
 function failed(reason) {
+  // what it still fetches would say that it is being loaded
+  if (!started) worker?.terminate();
   loaded.hidden = true;
   held.offers.waiting = `no answer: Python ${started ? "has stopped" : "could not be started"}, as the line above the lab says`;
   const offline = navigator.onLine ? "" : " The browser is offline; once loaded, the page needs no network.";
