@@ -198,7 +198,8 @@ TRAINS_WRONGLY = (
         "Gradients are reduced before the last of {times} micro-batches: what it adds stays on its rank",
         "The last reduction of a step ends before the last backward begins, so each rank steps gradients of its own.",
         "Reduce in the last micro-batch: no_sync(), or set_requires_gradient_sync(False), for all but the one after"
-        " which the optimizer steps, (i + 1) % accumulation != 0.",
+        " which the optimizer steps, (i + 1) % accumulation != 0. Of several losses of one forward call backward of"
+        " their sum: DistributedDataParallel reduces once for each forward.",
     ),
     fault_rule(
         "outside_units",
