@@ -7,10 +7,12 @@ import io
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fsdplab import engine
@@ -121,3 +123,17 @@ def test_what_has_no_memory_stays_as_it_is():
     own = compat.own_storage(rows)
     assert own.storage_offset() == 0 and own.untyped_storage().nbytes() == rows.nbytes
     assert own.data_ptr() == rows.data_ptr() and torch.equal(own, rows)
+
+
+def shared_with_processes() -> None:
+    """PyTorch's engine ends in a segmentation fault; the remedy gives whole tensors in shared memory."""
+    model = shard_model(Net(), "full_shard", mesh=mesh_of())
+    with pytest.raises(RuntimeError, match="share the tensors of get_model_state_dict"):
+        model.share_memory()
+    whole_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for value, expected in zip(whole_state.values(), Net().parameters(), strict=True):
+        assert torch.equal(value.clone().share_memory_(), expected)
+
+
+def test_memory_is_not_shared_with_processes(ranks) -> None:
+    ranks(2, shared_with_processes)

@@ -52,6 +52,13 @@ class FSDPModule(TorchFSDPModule):
             " deep-copied; copy it first, then shard each copy"
         )
 
+    def share_memory(self) -> NoReturn:
+        """Raise: torch would end the process, as a DTensor has no memory of its own that could be shared."""
+        raise RuntimeError(
+            "share_memory of a sharded model would move the memory of DTensors, which have none; share the tensors of"
+            " get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+
     # ---- by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
