@@ -18,7 +18,6 @@ from fsdplab.cli.options import PLAN, RUN, function_of
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.planning.plan_spec import AS_IN_A_RUN
 from fsdplab.records import RunRecord, Summary
-from tests.test_cli import ended
 
 FOUR = ("run", "compare", "bench", "plan step")
 # what a training program may call each thing
