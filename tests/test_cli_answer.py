@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fsdplab.cli import doctor
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.outputs import Outputs
+from fsdplab.cli.render import show
 from fsdplab.common.errors import RunError, UserError
 from fsdplab.planning import HardwareError, PlanError
 from fsdplab.planning.links import LinkError
@@ -47,6 +50,20 @@ def test_json_on_stdout_sends_the_rest_to_stderr_and_no_page_is_made_unasked(
     Outputs(json="-").give(Answer([TABLE], {"rows": 2}, page))
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"rows": 2} and "20 B" in printed.err
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+@pytest.mark.parametrize("folds", [(), ("note",)])
+def test_a_terminal_that_is_too_narrow_for_a_table_gets_every_figure_of_it(ruled: bool, folds: tuple[str, ...]) -> None:
+    columns = ("run", "at the peak", "sent by a rank", "note")
+    table = Table(columns, [("full_shard", "123.4 MB", "567.8 MB", "of the last step")], folds=folds, ruled=ruled)
+    console = Console(width=34, file=StringIO())
+    show(console, [table])
+    drawn = console.file.getvalue()
+    assert all(word in drawn for word in ("peak", "rank", "123.4", "567.8", "MB", "last"))
+    wide = Console(width=80, file=StringIO())
+    show(wide, [table])
+    assert "full_shard" in wide.file.getvalue() and "123.4 MB" in wide.file.getvalue()
 
 
 def test_a_line_with_a_command_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

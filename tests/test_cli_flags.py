@@ -197,3 +197,19 @@ def test_json_goes_to_a_file_or_alone_to_stdout(
     assert not Path("-").exists()
     code, _, refused = ended([*command, "--json", "/no/such/folder/a.json"], capsys)
     assert code == 2 and refused.splitlines()[-1].startswith("fsdplab: --json /no/such/folder/a.json cannot be written")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments,flag,given",
+    [
+        (["run", "--steps", "x"], "--steps", "'x'"),
+        (["compare", "-n", "1.5"], "--world-size", "'1.5'"),
+        (["run", "--time-limit", "soon"], "--time-limit", "'soon'"),
+        (["lab", "--port", "70000"], "--port", "70000"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(arguments, flag, given, capsys):
+    code, _, err = ended(arguments, capsys)
+    assert code == 2 and err.count("\n") == 1 and flag in err and given in err
+    assert "Input should be" not in err and "--help`" in err

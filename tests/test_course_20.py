@@ -169,6 +169,16 @@ def test_a_leaderboard_of_a_class(tmp_path, monkeypatch, capsys):
     assert "clone it" in rows[2]["stopped_by"] and "3 learners" in capsys.readouterr().out
 
 
+def test_a_file_that_is_no_text_does_not_end_the_leaderboard_of_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(leaderboard, "STAGES", ())
+    (tmp_path / "ada.py").write_bytes(b"# gr\xfcn\n")
+    (tmp_path / "bob.py").write_text("pass\n")
+    assert main(["leaderboard", str(tmp_path), "--out", str(tmp_path / "class.csv")]) == 0
+    rows = {row["learner"]: row for row in csv.DictReader((tmp_path / "class.csv").open())}
+    assert rows["ada"]["stopped_by"].startswith("ada.py cannot be read: ") and rows["bob"]["stopped_by"] == ""
+    assert "ada: 0 of 6 stages; ada.py cannot be read" in capsys.readouterr().out
+
+
 def test_a_folder_without_files_is_refused(tmp_path, capsys):
     assert main(["leaderboard", str(tmp_path)]) == 2 and "give the class's folder" in capsys.readouterr().err
 

@@ -24,6 +24,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots import plans
 from fsdplab.figures.plots.steps import steady_steps
 from fsdplab.figures.table import SPLIT, brief, cells, told
 from fsdplab.figures.view import RunView, view, views
@@ -520,6 +521,11 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
         assert page.locator("p.cut").first.inner_text() == "More columns stand to the right: scroll the table."
         browser.close()
     assert (asked, problems) == ([target.as_uri()], [])
+
+
+def test_a_page_of_one_figure_needs_no_network():
+    page = plans.page_of(go.Figure())
+    assert "Plotly.newPlot(" in page and not re.search(r"<(script|link)[^>]* (src|href)=", page)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")

@@ -112,13 +112,14 @@ def test_the_program_trains_on_two_ranks(ranks):
 
 @pytest.mark.full("a recorded job of torchrun's")
 def test_the_program_is_told_what_the_readme_quotes(tmp_path):
-    """The quoted share is one of an idle machine, and is not compared."""
+    """The quoted time and share are those of one run, and are not compared; the sentence is."""
     (program,) = blocks("python")
     (tmp_path / "mine.py").write_text(program, encoding="utf-8")
     (command,) = re.findall(r"^(fsdplab record .*)$", README, re.MULTILINE)
     words = [sys.executable, "-m", *command.split()]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
-    quoted = re.findall(r"^> (The optimizer .*?): \d+ % of each step\.$", README, re.MULTILINE)
-    told = [line for line in done.stdout.splitlines() if line.startswith("The optimizer ")]
-    assert len(quoted) == 1 and told and told[0].startswith(quoted[0])
+    sentence = r"(The optimizer .*?): [\d.]+ m?s of each step \(\d+ %\)\.$"
+    quoted = re.findall(f"^> {sentence}", README, re.MULTILINE)
+    told = re.findall(f"^{sentence}", done.stdout, re.MULTILINE)
+    assert len(quoted) == 1 and told[:1] == quoted

@@ -14,6 +14,7 @@ from fsdplab.common.words import harmless
 # by name.
 _base: Any = typer.BadParameter.__mro__[2]
 USAGE_ERROR: type[Exception] = _base
+_IN_WORDS = {"a valid integer": "a whole number", "a valid number": "a number"}
 
 
 def refuse(message: str) -> NoReturn:
@@ -38,4 +39,17 @@ def one_line(error: Any) -> str:
     """Return the text of a usage error, with the command whose help lists the flags."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "fsdplab"
-    return f"{error.format_message().rstrip('.')}; see `{path} --help`"
+    return f"{_what_was_got(error) or error.format_message().rstrip('.')}; see `{path} --help`"
+
+
+def _what_was_got(error: Any) -> str:
+    """Return `--steps is 'x'; expected a whole number` where typer's own message does not name the value, else nothing.
+
+    Newer versions of typer have the value in the error that is the cause of theirs.
+    """
+    wrong_values = getattr(error.__cause__, "errors", None)
+    if wrong_values is None or not getattr(error, "param", None):
+        return ""
+    wrong = wrong_values()[0]
+    expected = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
+    return f"{error.param.opts[0]} is {wrong['input']!r:.60}; expected {_IN_WORDS.get(expected, expected)}"

@@ -44,10 +44,26 @@ def show(console: Console, parts: Iterable[Part]) -> None:
     """Print tables and lines in their order."""
     for part in parts:
         if isinstance(part, Table):
-            console.print(drawn(part))
+            grid = drawn(part)
+            if _least_width(grid, console) > console.width:
+                for column in grid.columns:  # rich would cut off the ends of figures
+                    column.no_wrap = False
+            console.print(grid)
         else:
             # a whole line is left to the terminal to wrap, so that a command in it can be copied
             console.print(_text(part), highlight=False, soft_wrap=part.whole)
+
+
+def _least_width(grid: Grid, console: Console) -> int:
+    """Return the columns of a terminal that a table takes where only those of its columns fold that may."""
+    width = 0
+    for column in grid.columns:
+        least = 0
+        for cell in (column.header, *column.cells):
+            measured = console.measure(cell)
+            least = max(least, measured.maximum if column.no_wrap else measured.minimum)
+        width += least + 2  # with the blanks beside it
+    return width
 
 
 def _text(line: Line) -> Text:

@@ -227,14 +227,19 @@ def _say_what_lacks(without_picture: int) -> None:
 
 
 def _leaderboard(asked: argparse.Namespace) -> int:
-    from .lessons.nb20_own_fully_shard.leaderboard import handed_in, leaderboard, write  # its checks load torch
+    from .lessons.nb20_own_fully_shard.leaderboard import Row, handed_in, leaderboard, write  # its checks load torch
 
     if not asked.folder.is_dir() or not handed_in(asked.folder):
         raise CourseError(
             f"{asked.folder} holds no ada/my_fsdp/20.fully_shard.py and no ada.py; give the class's folder"
         )
     try_output(asked.out)
-    rows = leaderboard(asked.folder, lambda row: print(harmless(f"{row.learner}: {row.stages} of 6 {row.stopped_by}")))
+
+    def show(row: Row) -> None:
+        stopped = f"; {row.stopped_by}" if row.stopped_by else ""
+        print(harmless(f"{row.learner}: {row.stages} of 6 stages{stopped}"), flush=True)
+
+    rows = leaderboard(asked.folder, show)
     write(rows, asked.out)
     print(f"{asked.out}: {len(rows)} learners")
     return 0

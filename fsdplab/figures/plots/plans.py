@@ -22,8 +22,8 @@ GB = 1e9
 
 
 def page_of(figure: go.Figure) -> str:
-    """Return a page of its own that shows one figure."""
-    return str(figure.to_html(include_plotlyjs="cdn", config=CAMERA))
+    """Return a page of its own that shows one figure, also without a network."""
+    return str(figure.to_html(include_plotlyjs=True, config=CAMERA))
 
 
 def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> go.Figure:

@@ -164,6 +164,9 @@ def _errors_of_the_kernel() -> Iterator[IO[str]]:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             yield errors
+        except KeyboardInterrupt:
+            errors.truncate(0)  # a kernel that was ended in a cell has much to say about it
+            raise
         finally:
             errors.seek(0)
             sys.stderr.writelines(line for line in errors if _INTERRUPTED not in line)

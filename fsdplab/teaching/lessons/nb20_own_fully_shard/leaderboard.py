@@ -90,7 +90,10 @@ def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) 
 
 def _row(learner: str, path: Path, workspace: Workspace) -> Row:
     """Try one learner's file in all stages up to the first that fails."""
-    source = path.read_text(encoding="utf-8")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:  # the others of the class are tried all the same
+        return Row(learner, 0, None, None, None, 0, f"{path.name} cannot be read: {error}")
     saved = workspace.save(WHOLE, source)
     passed, stopped = 0, ""
     figures: dict[str, float] = {}
