@@ -54,7 +54,7 @@ FIELDS = {  # DESIGN section 6, to the letter
         "overlap",
         "blocked_s",
     },
-    "steady": {"step_time_s", "exposed_s", "overlap"},
+    "steady": {"step_time_s", "exposed_s", "hidden_s", "overlap"},
     "change": {"words", "gain", "peak_bytes", "costs"},
     "losses": None,
     "matches_reference": None,

@@ -212,6 +212,7 @@ def test_a_full_disk_leaves_no_part_of_an_edition(tmp_path, capsys):
     assert main(["build", "--quiet", "--out", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.full("a process that writes handouts, 4 s")
 def test_a_name_that_the_terminal_cannot_show_is_shown_in_part(tmp_path):
     done = subprocess.run(
         run_of("fsdplab.teaching", "handouts", str(tmp_path / "hän.html")),

@@ -254,6 +254,7 @@ def test_every_control_is_reached_by_keyboard_with_a_ring_and_a_name(live_site: 
 
 @needs_chromium
 @needs_pyodide
+@pytest.mark.full("another start of Python in a page")
 @pytest.mark.timeout(900)
 def test_an_answer_that_is_waited_for_dims_the_old_one_and_the_bar_is_full_only_at_the_end(
     live_site: Path, browser: Any, tmp_path: Path

@@ -130,6 +130,7 @@ def test_no_title_touches_another_and_what_has_no_figure_has_a_reason(lab_cells:
         assert lab.root.get_by_label("Units", exact=True).evaluate("e => e.classList.contains('fl-wrong')")
 
 
+@pytest.mark.full("the lab of another test, with a guess")
 @pytest.mark.timeout(600)
 @needs_chromium
 def test_measure_waits_for_an_open_guess_and_nothing_tells_the_answer(lab_cells: Cells, tmp_path: Path) -> None:

@@ -352,6 +352,8 @@ def _queued(columns: _Columns, on_gpu: bool) -> np.ndarray:
         queued_from = columns.issue[lane]
         if on_gpu:
             busy = close_gaps(transports, _BACK_TO_BACK_NS)
+            if not len(busy):  # none of them has a length, so nothing was behind one
+                continue
             last_begun = np.searchsorted(busy[:, 0], starts) - 1
             is_behind = (last_begun >= 0) & (busy[last_begun, 1] >= starts)
             queued_from = np.where(is_behind, np.maximum(queued_from, busy[last_begun, 0]), starts)
