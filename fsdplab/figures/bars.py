@@ -332,7 +332,7 @@ def _span(mark: Mark, pixels: float) -> Span:
     text = ""
     # the name's first part, else the short name; a mark of several has neither
     for name in (mark.name.partition(" · ")[0], mark.short):
-        if name and words_width(name, _LETTERS) <= length * pixels - 6:
+        if name and words_width(name, _LETTERS) <= length * pixels - 4:
             text = name
             break
     # of several intervals what they fill; of one its length

@@ -96,17 +96,18 @@ def lanes_of(rows: list[Row]) -> Lanes:
     return Lanes(middle, max(0.0, at - _GAP))
 
 
-def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT) -> go.Figure:
+def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT, until_ms: float = 0.0) -> go.Figure:
     """Draw the ranks stacked on one clock: compute, each collective, and exposed time in red.
 
     `step` is the profiled one of median length by default. Needs a `timeline` table (ValueError with the remedy without
-    one). At most `limit` marks are drawn. Hover names the unit.
+    one). At most `limit` marks are drawn. The clock goes to `until_ms` where the step is shorter: figures of two steps
+    that both go to 1,500 can be compared by eye. Hover names the unit.
     """
     step, rows = profile.timeline_of(record, step)
     lanes = lanes_of(rows)
     end_ns = max(distinct(rows, "end_ns"))
     # until the slowest rank ends, in ms since the first began
-    end = (end_ns - step_start(rows)) / MS
+    end = max(until_ms, (end_ns - step_start(rows)) / MS)
     bars, merged = lane_bars(rows, lanes, end, limit)
     # 34 pixels a lane while they fit in 1500, then fewer, down to 9: 200 lanes are 1800 pixels high
     lane_height = min(34.0, max(9.0, 1500 / lanes.bottom))  # pixels
