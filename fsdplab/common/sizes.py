@@ -66,10 +66,14 @@ def parse_card(text: str) -> int | None:
     """Read the bytes of an emulated card; None for an empty text or `none`; ValueError says what was expected."""
     if text.strip().lower() in ("", "none"):
         return None
+    expected = "expected a size such as 300MB, 1.5GB or 2GiB, or none"
     try:
-        return parse_size(text)
+        nbytes = parse_size(text)
     except ValueError:
-        raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none") from None
+        raise ValueError(f"card is {text!r}; {expected}") from None
+    if nbytes < BYTES["MB"]:  # a unit was forgotten: no model fits in less
+        raise ValueError(f"card is {text!r}, which is {nbytes} bytes; {expected}")
+    return nbytes
 
 
 def seconds(value: float | None) -> str:
