@@ -7,6 +7,7 @@ each with the parameter, the step and what the wrong values are like, or a numbe
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ HOOKS = "hooks that a forward adds"
 GRADIENTS = "gradients that differ from the twin's"
 FROZEN = "frozen parameters with a gradient"
 PARAMETERS = "parameters that differ from the twin's after the last step"
+LET_GO_S = 0.5  # within which a transport's own thread lets go of a message's tensors
 MOST_BLOCKS = {"forward": 4.0, "backward": 4.5}
 
 
@@ -149,9 +151,9 @@ def _kept(net: Net, before: int) -> int:
     """Return the bytes beyond the shards: behind the parameters, as views keep them, or of tensors held elsewhere."""
     gc.collect()
     shard_bytes = sum(value.to_local().numel() * 4 for value in _dtensors(net))
-    # up to half of a block is allowed, as small tensors may stay
-    more = alive() - before - shard_bytes
-    return more if more > net.block_bytes / 2 else 0
+    allowed = net.block_bytes / 2  # small tensors may stay
+    more = alive_beyond(before + shard_bytes, allowed)
+    return more if more > allowed else 0
 
 
 def _dtensors(net: nn.Module) -> list[DTensor]:
@@ -239,23 +241,32 @@ class Watch:
     def kept(self) -> int:
         """Return the bytes in memory now that were not there when this began; 0 for less than half of a block."""
         gc.collect()
-        more = alive() - self._before
-        return more if more > self._block / 2 else 0
+        allowed = self._block / 2
+        more = alive_beyond(self._before, allowed)
+        return more if more > allowed else 0
 
     def too_many(self) -> float:
         """Return the blocks too many in memory at some moment."""
-        # in backward a rank also holds its shards of all gradients: of 8 blocks over 4 ranks 2 blocks
-        gradients = {"forward": 0.0, "backward": len(self._net.blocks) / dist.get_world_size()}
-        beyond = [most - MOST_BLOCKS[phase] - gradients[phase] for phase, most in self.most.items()]
+        beyond = [most - self._allowed(phase) for phase, most in self.most.items()]
         return round(max(0.0, *beyond), 1)
+
+    def _allowed(self, phase: str) -> float:
+        """Return how many blocks may be in memory at any moment of a phase."""
+        if phase == "forward":
+            return MOST_BLOCKS[phase]
+        # in backward a rank also holds its shards of all gradients: of 8 blocks over 4 ranks 2 blocks
+        return MOST_BLOCKS[phase] + len(self._net.blocks) / dist.get_world_size()
 
     def _probe(self, phase: str, unit: str, module: nn.Module) -> None:
         """Note memory and values: each unit calls this while it computes."""
-        # the root is whole all the time, and no block
-        blocks_held = (alive() - self._before - self._root) / self._block
         now = phase
         if torch._C._current_graph_task_id() != -1:  # a checkpointed block computes again
             now = "backward"
+        # once there were too many, a further look need not wait
+        allowed = max(self._allowed(now), self.most[now])
+        # the root is whole all the time, and no block
+        at_rest = self._before + self._root
+        blocks_held = alive_beyond(at_rest, allowed * self._block) / self._block
         self.most[now] = max(self.most[now], blocks_held)
         self._look_for_whole_units(now, module)
         if phase != "forward" or not self._right:
@@ -301,6 +312,20 @@ def _is_whole(unit: nn.Module) -> bool:
 def alive() -> int:
     """Return the bytes of all tensors that this process can reach."""
     return sum(storage.nbytes() for storage in living_storages(CPU).values())
+
+
+def alive_beyond(before: int, allowed: float) -> int:
+    """Return the bytes of all tensors beyond `before`; where they are more than `allowed`, once they stay so.
+
+    The thread of gloo that completes a message keeps its tensors for some microseconds after `wait` has returned, and
+    for milliseconds on a busy machine. What a learner's function keeps is still there after LET_GO_S.
+    """
+    until = time.monotonic() + LET_GO_S
+    while True:
+        more = alive() - before
+        if more <= allowed or time.monotonic() > until:
+            return more
+        time.sleep(0.002)
 
 
 # ---- what wrong values are like
