@@ -11,7 +11,7 @@ from tests.fault_bench import ALL_ENGINES, FAULTS, Fault, Judged, chosen, judge
 ALL = list(chosen(ALL_ENGINES, None))
 NEEDS = {"trainer": "transformers", "lightning": "lightning", "lightning-fsdp2": "lightning", "deepspeed": "deepspeed"}
 # one of each kind of evidence: none, collectives of a trace, calls of the loop's own, how DDP is set up
-DEFAULT = [("accumulates", "ddp"), ("reduce-each", "fsdp2"), ("train-false", "ddp")]
+DEFAULT = [("accumulates", "ddp"), ("reduce-each", "fsdp2")]
 
 
 def cases(default: bool) -> list[object]:
