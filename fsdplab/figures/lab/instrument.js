@@ -425,6 +425,7 @@ function render({ model, el }) {
     copyText.textContent = texts[form] ?? "";
     copied.textContent = "Copy";
   }
+  let measureIsNext = false; // whether Cancel was pressed by its key, so that the focus goes to Measure
   function showProgress() {
     const now = model.get("progress"), { guess: _, ...wrong } = answer.errors ?? {}, error = Object.values(wrong)[0]; // what a guess lacks stands beside it
     const had = document.activeElement;
@@ -434,7 +435,12 @@ function render({ model, el }) {
     cancel.disabled = !now.cancels;
     // a disabled button loses the focus: it goes to the one that can be pressed next
     if (had === measure && measure.disabled) cancel.focus();
-    if (had === cancel && cancel.disabled) measure.focus();
+    if (had === cancel && cancel.disabled) measureIsNext = true;
+    // while the ranks are being ended neither can be pressed; whoever has gone elsewhere meanwhile stays there
+    if (measureIsNext && !measure.disabled) {
+      measureIsNext = false;
+      if ([document.body, cancel].includes(document.activeElement)) measure.focus();
+    }
     bar.value = now.share;
     bar.hidden = !now.busy && !now.share;
     say(error ?? now.message, error || now.alarm ? "fl-alarm" : "");
