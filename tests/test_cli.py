@@ -80,7 +80,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["compare", "--steps"], "requires an argument"),
         (["compare", "--card", "big"], "300MB"),
         (["compare", "--card", "0"], "300MB"),
-        (["run", "--card", "3"], "300MB"),
+        (["run", "--card", "3"], "which is 3 bytes; expected a size such as 300MB"),
         (["compare", "--strategies", "fullshard"], "did you mean full_shard"),
         (["compare", "--strategies", ","], "nothing to compare"),
         (["compare", "--engines", "pytorch"], "torch-fsdp2"),

@@ -144,6 +144,7 @@ def test_what_no_control_can_mend_is_said_beside_the_engines() -> None:
         ("1.5 GB", 1_500_000_000),
         ("2GiB", 2**31),
         ("4000000", 4_000_000),
+        ("64 kB", 64_000),
     ],
 )
 def test_a_card_is_read_as_it_is_written(text: str, nbytes: int | None) -> None:

@@ -280,10 +280,12 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
             ranks = Placement(world_size=common["world_size"]).world_size
             return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
         text = otherwise
+    if not text.strip():
+        refuse("--card is empty; expected a size such as 300MB, 1.5GB or 2GiB, or none")
     try:
-        return parse_card(text) if text.strip() else parse_size(text)
-    except ValueError:
-        refuse(f"--card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
+        return parse_card(text)
+    except ValueError as error:
+        refuse(f"--{error}")
 
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:

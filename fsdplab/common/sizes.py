@@ -71,7 +71,8 @@ def parse_card(text: str) -> int | None:
         nbytes = parse_size(text)
     except ValueError:
         raise ValueError(f"card is {text!r}; {expected}") from None
-    if nbytes < BYTES["MB"]:  # a unit was forgotten: no model fits in less
+    has_unit = text.rstrip()[-1].isalpha()
+    if nbytes < BYTES["MB"] and not has_unit:  # the unit was forgotten: no model fits in so few bytes
         raise ValueError(f"card is {text!r}, which is {nbytes} bytes; {expected}")
     return nbytes
 
