@@ -23,6 +23,7 @@ from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.prediction import predict, predict_recorded
 from fsdplab.sessions.preset_recordings import SIZES, lines_of, parts_of, record_preset
 from fsdplab.sessions.recorded_model import recording_of
+from fsdplab.sessions.spec import MEMORY_STEP
 from fsdplab.workloads.shapes import PRESETS
 from fsdplab.workloads.workload import At
 from tests.own_models import NAMES, OwnModel
@@ -51,9 +52,9 @@ def measured(name: str, strategy: str) -> tuple[dict[str, int], int]:
         model = workload.build(device, 0)
         shard_model(model, strategy, units=tuple(workload.file.units), transport="shm")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for step in range(4):  # buffers that units of unequal size take in turn have grown by then
+        for step in range(MEMORY_STEP + 1):
             batch = workload.batch(At(step, torch.distributed.get_rank(), RANKS))
-            if step == 3:
+            if step == MEMORY_STEP:
                 recorder = MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=device, tags=tags)
                 unsubscribe = events.subscribe(lambda event: sent.append(getattr(event, "wire_bytes", 0)))
                 with recorder:

@@ -405,9 +405,9 @@ class UnitMemory(GradientMemory):
             self.whole.free()
 
     def await_peers(self) -> None:
-        """Return once other ranks have read the shards."""
-        if self.config.shard is not None:
-            self.config.shard.await_peers()
+        """Return once other ranks have read the shards: a forward or a backward has ended."""
+        for transport in self.transports():
+            transport.await_peers()
 
 
 def unchanged(memories: Sequence[UnitMemory]) -> set[UnitMemory]:

@@ -98,26 +98,25 @@ class Stored:
 
 
 class Staging:
-    """Buffers that operations of one kind take in turn; each grows to the largest that it has held, in all the steps of
-    a training: where operations are not a multiple of the buffers, another one comes first in every step.
-    """
+    """Buffers that operations of one kind take in turn; each grows to the largest that it has held."""
 
     def __init__(self, buffers: int) -> None:
         self._sizes = [0] * buffers
-        self._taken: list[int] = []  # since the last call of `bytes_of_steps`
+        self._turn = 0
 
     def take(self, nbytes: int) -> None:
         """The next buffer holds `nbytes`."""
         pages = -(-nbytes // PAGE)
-        self._taken.append(pages * PAGE)
+        self._sizes[self._turn] = max(self._sizes[self._turn], pages * PAGE)
+        self._turn = (self._turn + 1) % len(self._sizes)
 
-    def bytes_of_steps(self) -> int:
-        """Bytes that are kept after steps that took what was taken since the last call."""
-        buffers = len(self._sizes)
-        for turn, nbytes in enumerate(self._taken * buffers):
-            buffer = turn % buffers
-            self._sizes[buffer] = max(self._sizes[buffer], nbytes)
-        self._taken.clear()
+    def begin_again(self) -> None:
+        """The next operation takes the first buffer: a forward or a backward has ended."""
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept between operations."""
         return sum(self._sizes)
 
 
@@ -130,11 +129,17 @@ class Transports:
         self.gathers = Staging(2)
         self.reductions = Staging(2)
         self.exchanges = Staging(3)
+        self._all = (self.gathers, self.reductions, self.exchanges)
 
-    def bytes_of_steps(self) -> int:
-        """Bytes that are kept after steps as the last one."""
-        stagings = (self.gathers, self.reductions, self.exchanges)
-        return sum(staging.bytes_of_steps() for staging in stagings)
+    def begin_again(self) -> None:
+        """A forward or a backward has ended."""
+        for staging in self._all:
+            staging.begin_again()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept between operations."""
+        return sum(staging.nbytes for staging in self._all)
 
 
 class UnitBuffers(PlannedMemory):
@@ -222,6 +227,11 @@ class UnitBuffers(PlannedMemory):
         if self._transports is not None:
             self._take_staging(kind, self._transports)
         return Pending(lambda: None)
+
+    def await_peers(self) -> None:
+        """A forward or a backward has ended: the transports take their first buffers next."""
+        if self._transports is not None:
+            self._transports.begin_again()
 
     def _take_staging(self, kind: str, transports: Transports) -> None:
         nbytes = self._wire.shard_bytes
@@ -416,7 +426,7 @@ def rest_and_peak(run: StepChoices, recording: MicroBatch) -> tuple[Bytes, Bytes
     _play_step(run, recording, sharing, order, units, book)
     book.change(_state_bytes(run, units.values()), "optimizer_state")
     if transports is not None:
-        book.change(transports.bytes_of_steps(), "communication_buffers")
+        book.change(transports.nbytes, "communication_buffers")
     book.begin()
     at_rest = dict(book.peak)
     _play_step(run, recording, sharing, order, units, book)

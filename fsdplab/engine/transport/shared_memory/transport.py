@@ -156,7 +156,10 @@ class PendingOperation(Pending):
 
 class Staging(Buffers):
     """Memory that holds what is sent, where that is not the shard at rest: buffers that operations of one kind take in
-    turn.
+    turn, every step from the first buffer on.
+
+    So each buffer holds the same messages in all steps. Were the turn kept, an odd number of messages would bring the
+    largest one to each of two buffers.
     """
 
     def __init__(self, slots: Slots, count: int) -> None:
@@ -228,12 +231,16 @@ class Operations:
         return pending
 
     def await_peers(self) -> None:
-        """Return once this rank has completed, and every peer has read, all that was to be read in place so far."""
+        """Return once this rank has completed, and every peer has read, all that was to be read in place so far; the
+        next operations take their buffers from the first on.
+        """
         for number in sorted(self._in_place):
             # This rank's own reading comes first: peers may be waiting for that too.
             self._complete(number)
             self.slots.await_read(number)
         self._let_go()
+        for staging in self._stagings:
+            staging.turn = 0
 
     def recover(self, wanted: bool) -> None:
         """Begin anew with all ranks if `wanted`, once all want it; else nobody waits."""
