@@ -142,10 +142,21 @@ def test_running_out_of_memory_is_the_first_thing_said(tmp_path: Path) -> None:
         "Out of memory: 90.0 MB were asked for in job/model.py:41 forward while 170 MB were in use, 275 MB were"
         " reserved and 3.00 MB were free on the device; at the peak 195 MB were in use, 77 % of it activations"
     )
-    assert "expandable_segments" not in memory.fragmentation, "a piece of 100 MB was there"
-    allocator.fail(102 * MB, 3 * MB)
+    assert "expandable_segments" in memory.fragmentation, "105 MB were unused, in 100 and 5"
+
+
+@pytest.mark.parametrize("asked,in_pieces", [(105 * MB, True), (105 * MB + 1, False)])
+def test_fragmentation_is_judged_when_the_request_failed(tmp_path: Path, asked: int, in_pieces: bool) -> None:
+    """The job freed what it held before the snapshot was taken."""
+    allocator = a_job()
+    allocator.fail(asked, 3 * MB)
+    allocator.free(0x40)
+    allocator.free(0x50)
     (memory,) = memory_of(read_snapshot(written(tmp_path, allocator.snapshot())))
-    assert "largest piece has 100 MB" in memory.fragmentation and "expandable_segments:True" in memory.fragmentation
+    assert memory.free == 235 * MB and memory.largest_free == 100 * MB, "at the end"
+    assert ("expandable_segments" in memory.fragmentation) == in_pieces
+    assert ("105 MB (38 %)" in memory.fragmentation) == in_pieces
+    assert "235 MB (85 %)" in memory.fragmentation and "piece had 100 MB" in memory.fragmentation
 
 
 def test_a_request_that_failed_is_drawn_when_it_failed(tmp_path: Path) -> None:

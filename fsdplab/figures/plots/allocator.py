@@ -79,7 +79,7 @@ def _at_failure(memory: DeviceMemory) -> dict[str, int]:
     return {
         # the first three are the device, but for what others hold there; what was asked for comes on top
         "in use": failed.in_use,
-        _UNUSED: max(0, failed.reserved - failed.in_use),
+        _UNUSED: max(0, failed.unused),
         "free on the device": failed.device_free or 0,
         "asked for": failed.asked,
     }
@@ -97,10 +97,8 @@ def _finding(memory: DeviceMemory) -> str:
     if failed is None:
         return f"{device}: {in_use}"
     asked = size(failed.asked)
-    # enough is reserved and unused, but no piece is large enough: fragmentation
-    if memory.free >= failed.asked > memory.largest_free:
-        unused = size(memory.free)
-        return f"{device}: {asked} asked for beside {unused} that are used by nothing, in pieces"
+    if failed.in_pieces:
+        return f"{device}: {asked} asked for beside {size(failed.unused)} that were used by nothing, in pieces"
     return f"{device}: no room for {asked} beside {in_use}"
 
 

@@ -63,6 +63,16 @@ class OutOfMemory:
     device_free: int | None
     where: str
 
+    @property
+    def unused(self) -> int:
+        """Bytes that were reserved and used by nothing when it failed."""
+        return self.reserved - self.in_use
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether it failed for fragmentation: more was unused than it asked for, so no one piece was large enough."""
+        return self.unused >= self.asked
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -114,20 +124,25 @@ class DeviceMemory:
 
     @property
     def fragmentation(self) -> str:
-        """How the memory lies that is reserved and used by nothing, and what to do where a request failed beside it."""
+        """How the memory lies that is reserved and used by nothing, and what to do where a request failed beside it.
+
+        The job may have gone on, or freed its tensors, between the failure and the snapshot. So the two are told apart.
+        """
         share = self.free / max(1, self.reserved)
         told = (
-            f"{size(self.free)} ({percent(share)}) of the reserved memory are used by nothing, the largest piece has"
-            f" {size(self.largest_free)}"
+            f"When the snapshot was taken, {size(self.free)} ({percent(share)}) of the reserved memory were used by"
+            f" nothing, the largest piece had {size(self.largest_free)}."
         )
         failed = self.out_of_memory
-        # 2 GB free in pieces of at most 500 MB, and 1 GB asked for: fragmentation, and no lack of memory
-        if failed is not None and self.free >= failed.asked > self.largest_free:
-            return (
-                f"{told}: enough for the {size(failed.asked)} that were asked for, but in pieces; set"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True before the job starts."
-            )
-        return f"{told}."
+        # 2 GB were unused, and a request of 1 GB failed: the allocator would have used a piece of that size
+        if failed is None or not failed.in_pieces:
+            return told
+        return (
+            f"When the request failed, {size(failed.unused)} ({percent(failed.unused / failed.reserved)}) of the"
+            f" reserved memory were used by nothing: enough for the {size(failed.asked)} that were asked for, but in"
+            " pieces, or in pools that the request cannot use; set PYTORCH_ALLOC_CONF=expandable_segments:True before"
+            f" the job starts. {told}"
+        )
 
 
 def memory_of(snapshot: Snapshot) -> list[DeviceMemory]:
