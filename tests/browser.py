@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -71,13 +73,23 @@ class Server:
         return self.address.replace("/lab?", f"/lab/tree/{notebook}?reset&")
 
     def end_kernels(self) -> None:
-        """End the kernels that a test has left running."""
-        sessions = self.address.replace("/lab?", "/api/sessions?")
-        with urlopen(sessions, timeout=60) as answer:
-            running = json.load(answer)
-        for session in running:
-            address = sessions.replace("/api/sessions?", f"/api/sessions/{session['id']}?")
-            urlopen(Request(address, method="DELETE"), timeout=60).close()
+        """End the kernels that a test has left running.
+
+        The server answers 404 or 500 where a kernel ends by itself at that moment. What counts is that none is left.
+        """
+        deadline = time.monotonic() + 120
+        while running := self._sessions():
+            for session in running:
+                address = self.address.replace("/lab?", f"/api/sessions/{session['id']}?")
+                try:
+                    urlopen(Request(address, method="DELETE"), timeout=60).close()
+                except HTTPError as error:
+                    assert time.monotonic() < deadline, f"the kernel of {session['path']} does not end: {error}"
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        """The notebooks whose kernels run."""
+        with urlopen(self.address.replace("/lab?", "/api/sessions?"), timeout=60) as answer:
+            return json.load(answer)
 
 
 @contextmanager

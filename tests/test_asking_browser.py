@@ -18,7 +18,7 @@ def test_a_click_and_a_number_are_judged_on_the_screen(lab_cells: Cells, tmp_pat
         cell = page.locator(".jp-Notebook .jp-CodeCell").nth(1)
         wrong, right = (cell.get_by_role("button", name=words) for words in ("nothing: backward()", "every step uses"))
         wrong.wait_for(timeout=120_000)
-        assert cell.get_by_text("Not answered yet").count() == 2
+        cell.get_by_text("Not answered yet").nth(1).wait_for(timeout=60_000)  # each of the two questions says it
         wrong.click()
         cell.get_by_text("That is not it.").wait_for(timeout=60_000)
         assert (
