@@ -24,8 +24,8 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots import plans
 from fsdplab.figures.plots.steps import steady_steps
+from fsdplab.figures.report.parts import page_of
 from fsdplab.figures.table import SPLIT, brief, cells, told
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.profiling.findings import findings
@@ -524,8 +524,11 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
 
 
 def test_a_page_of_one_figure_needs_no_network():
-    page = plans.page_of(go.Figure())
-    assert "Plotly.newPlot(" in page and not re.search(r"<(script|link)[^>]* (src|href)=", page)
+    """Its title is text that wraps on a phone; the button saves the whole figure, with the title in the picture."""
+    page = page_of(style.titled(go.Figure(), "A finding", "conditions", "alt"))
+    assert "<figcaption><b>A finding</b><span>conditions</span></figcaption>" in page and "<!doctype html>" in page[:16]
+    assert '"text":"\\u003cb\\u003eA finding' in page and 'id="save"' in page
+    assert not re.search(r"<(script|link)[^>]* (src|href)=", page)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")

@@ -81,7 +81,9 @@ function fitted(figure, width) {
   for (const name of Object.keys(layout).filter(name => /^[xy]axis/.test(name))) {
     const axis = layout[name];
     axis.tickfont = {...axis.tickfont, size: 11};
-    const [low, high] = axis.domain || [0, 1], letters = name[0] === "x" ? (width - 110) * (high - low) / 7 : Infinity;
+    const [low, high] = axis.domain || [0, 1];
+    // pixels along the axis: beside the labels of the rows, or above those of the columns and their title
+    const along = name[0] === "x" ? width - 110 : layout.height - layout.margin.t - 60, letters = along * (high - low) / 7;
     if (axis.title && axis.title.text) axis.title = {...axis.title, text: wrapped(axis.title.text, letters), font: {size: 12}};
   }
   for (const trace of data) {
