@@ -71,6 +71,8 @@ _AXIS = dict(
     ticks="outside",
     ticklen=4,
     tickcolor=GRID,
+    exponentformat="none",  # 10,000 ms; plotly writes 10k
+    separatethousands=True,
     title=dict(standoff=12, font=dict(size=16)),
     tickfont=dict(size=15),
 )
