@@ -597,6 +597,17 @@ _OVERLAPS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(p
 })"""
 
 
+# of the words of figures that stand on the ground those in light ink; the ground; the buttons besides keys and names
+_ON_PAPER = """() => {
+  const look = (node, name) => getComputedStyle(node)[name];
+  const words = [...document.querySelectorAll(".plot text")];
+  const light = words.filter(node => look(node, "fill") === "rgb(236, 239, 243)");
+  const buttons = [...document.querySelectorAll("button:not(.keys *, [aria-selected=true], [aria-pressed=true])")];
+  const seen = buttons.filter(button => button.offsetParent).map(button => button.textContent);
+  return [light.map(node => node.textContent), look(document.body, "backgroundColor"), seen];
+}"""
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
 def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
     from playwright.sync_api import sync_playwright
@@ -619,6 +630,10 @@ def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
         assert left["x"] + left["width"] <= right["x"] and abs(left["y"] - right["y"]) < 1, "side by side"
         assert page.get_by_role("tab").all_inner_texts() == ["Compare", "Timeline", "Memory", "Traffic", "Diagnosis"]
         assert not page.locator("th", has_text="= par").count()
+        page.click("#switch")
+        page.wait_for_function(f"({_ON_PAPER})()[0].length")  # the ink of a dark page
+        page.emulate_media(media="print")
+        assert page.evaluate(_ON_PAPER) == [[], "rgb(255, 255, 255)", []], "a dark page is printed in dark ink"
         phone = patient(browser.new_page(viewport={"width": 390, "height": 844}))
         phone.goto(target.as_uri())
         for tab in phone.get_by_role("tab").all():
