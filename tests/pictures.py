@@ -16,7 +16,9 @@ from tests.browser import CHROMIUM, patient
 
 WIDTH = 1000
 _PICTURE = """width => {
-  const plot = document.querySelector(".js-plotly-plot");
+  // a page of one figure keeps the title and the legend as text, and the whole figure beside it
+  const whole = document.getElementById("whole");
+  const plot = whole ? JSON.parse(whole.textContent) : document.querySelector(".js-plotly-plot");
   return Plotly.toImage(plot, {format: "svg", width, height: plot.layout.height || 450});
 }"""
 

@@ -29,6 +29,7 @@ from fsdplab.teaching.core.glossary import terms
 from fsdplab.teaching.site import build, stills
 from fsdplab.teaching.site.build import MANIFEST, build_decks, build_site
 from fsdplab.teaching.site.pages import WIDGET, WITHOUT_A_KERNEL, deck_of, lesson_of, page_of
+from fsdplab.teaching.site.slides import SMALLEST, slides_of
 from fsdplab.teaching.site.stills import add_stills
 from tests.browser import CHROMIUM, needs_chromium, patient, pixel
 from tests.live_site import Host
@@ -192,7 +193,9 @@ def test_a_browser_shows_pages_and_slides_without_a_network_in_light_and_dark(ma
             assert page.evaluate("document.documentElement.scrollWidth") <= 1280
             page.goto((tmp_path / "01_small.slides.html").as_uri())
             assert page.get_by_alt_text("a line that rises").evaluate("image => image.naturalWidth") > 800
-            assert page.locator("section.slide").count() == 2
+            assert page.locator("section.slide").count() == 3
+            heights = "[...document.querySelectorAll('.slide')].map(slide => slide.getBoundingClientRect().height)"
+            assert page.evaluate(heights) == 3 * [800], "a screen each"
         browser.close()
     assert not wrong
     assert all(address.startswith(("file:", "data:")) for address in asked)
@@ -277,12 +280,29 @@ def test_a_bundle_is_shown_in_its_richest_form_without_scripts(data, expected):
     assert expected in made and "evil" not in made
 
 
+def test_what_does_not_fit_below_its_text_has_a_slide_of_its_own_and_is_drawn_smaller():
+    """At 1280 x 720: a table of 60 rows was three screens high, of which two were below the edge."""
+    text, long = new_markdown_cell("# A title\n\nWords."), new_markdown_cell("Words of a text. " * 40)
+
+    def told(rows: int) -> nbformat.NotebookNode:
+        table = f"<table>{rows * '<tr><td>1</td></tr>'}</table>"
+        return new_code_cell("show(table)", outputs=[new_output("display_data", {"text/html": table})])
+
+    def cut(*cells: nbformat.NotebookNode) -> list[int]:
+        return [len(slide.cells) for slide in slides_of(cells)]
+
+    assert cut(text, told(5)) == [2] and cut(text, told(60)) == [1, 1] and cut(long, told(5), told(12)) == [2, 1]
+    assert [slide.scale for slide in slides_of([text, told(60)])] == [1.0, SMALLEST]
+    (slide,) = slides_of([long, told(10)])
+    assert SMALLEST < slide.scale < 1
+
+
 def test_a_deck_has_a_slide_for_each_text_and_no_exercise():
     figure = new_output("display_data", {"image/svg+xml": "<svg/>", "text/plain": "[figure] a line"})
     notebook = source("01", new_markdown_cell("## Another\n\nText."), new_code_cell("draw()", outputs=[figure]))
     notebook.cells += [new_markdown_cell("A second text."), new_code_cell('check("02.cards")'), new_code_cell("last()")]
     deck = deck_of(notebook, "Small things")
-    assert deck.count('<section class="slide">') == deck.count("</section>") == 4 and deck.count("<img") == 1
+    assert deck.count('<section class="slide"') == deck.count("</section>") == 4 and deck.count("<img") == 1
     assert "02.cards" not in deck and "teaching.start" not in deck and not re.search("(src|href)=.http", deck)
 
 

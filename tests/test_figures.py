@@ -24,8 +24,8 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots import plans
 from fsdplab.figures.plots.steps import steady_steps
+from fsdplab.figures.report.parts import page_of
 from fsdplab.figures.table import SPLIT, brief, cells, told
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.profiling.findings import findings
@@ -524,8 +524,11 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
 
 
 def test_a_page_of_one_figure_needs_no_network():
-    page = plans.page_of(go.Figure())
-    assert "Plotly.newPlot(" in page and not re.search(r"<(script|link)[^>]* (src|href)=", page)
+    """Its title is text that wraps on a phone; the button saves the whole figure, with the title in the picture."""
+    page = page_of(style.titled(go.Figure(), "A finding", "conditions", "alt"))
+    assert "<figcaption><b>A finding</b><span>conditions</span></figcaption>" in page and "<!doctype html>" in page[:16]
+    assert '"text":"\\u003cb\\u003eA finding' in page and 'id="save"' in page
+    assert not re.search(r"<(script|link)[^>]* (src|href)=", page)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
@@ -594,6 +597,17 @@ _OVERLAPS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(p
 })"""
 
 
+# of the words of figures that stand on the ground those in light ink; the ground; the buttons besides keys and names
+_ON_PAPER = """() => {
+  const look = (node, name) => getComputedStyle(node)[name];
+  const words = [...document.querySelectorAll(".plot text")];
+  const light = words.filter(node => look(node, "fill") === "rgb(236, 239, 243)");
+  const buttons = [...document.querySelectorAll("button:not(.keys *, [aria-selected=true], [aria-pressed=true])")];
+  const seen = buttons.filter(button => button.offsetParent).map(button => button.textContent);
+  return [light.map(node => node.textContent), look(document.body, "backgroundColor"), seen];
+}"""
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
 def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
     from playwright.sync_api import sync_playwright
@@ -616,6 +630,10 @@ def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
         assert left["x"] + left["width"] <= right["x"] and abs(left["y"] - right["y"]) < 1, "side by side"
         assert page.get_by_role("tab").all_inner_texts() == ["Compare", "Timeline", "Memory", "Traffic", "Diagnosis"]
         assert not page.locator("th", has_text="= par").count()
+        page.click("#switch")
+        page.wait_for_function(f"({_ON_PAPER})()[0].length")  # the ink of a dark page
+        page.emulate_media(media="print")
+        assert page.evaluate(_ON_PAPER) == [[], "rgb(255, 255, 255)", []], "a dark page is printed in dark ink"
         phone = patient(browser.new_page(viewport={"width": 390, "height": 844}))
         phone.goto(target.as_uri())
         for tab in phone.get_by_role("tab").all():

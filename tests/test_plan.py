@@ -16,6 +16,7 @@ import pytest
 
 from fsdplab import cli, planning
 from fsdplab.common.names import CATEGORIES, STRATEGIES
+from fsdplab.figures.plots.plans import sweep_figure
 from fsdplab.planning import HardwareError, PlanError, plan, plan_traffic, planner
 from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
@@ -33,7 +34,7 @@ from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of, under_each_strategy
-from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.planning.planner import SWEPT, SWEPT_WORDS, plan_of, plan_spec, swept_name
 from fsdplab.planning.remedies import remedies, shortfall
 from fsdplab.planning.step_time import rates_of
 from fsdplab.workloads.errors import ModelError
@@ -528,11 +529,20 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
     path, rows = tmp_path / "sweep.html", tmp_path / "rows.json"
     given = ["sweep", "gpus=8..64", "--model", "llama-3.1-70b", "--checkpoint", "full"]
     code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
-    assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
+    assert code == 0 and out.count("does not fit") == 2 and "world size 64" in out
     found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
     assert found == sorted(found, reverse=True) and len(found) == 4
     picture = path.read_text()
-    assert "llama-3.1-70b fits with gpus 32, 64" in picture and '"toImageButtonOptions": {"format": "svg"}' in picture
+    assert "<b>llama-3.1-70b fits with world size 32, 64</b>" in picture and 'format: "svg"' in picture
+
+
+@pytest.mark.parametrize("name", [*SWEPT, *SWEPT_WORDS])
+def test_the_axis_of_every_sweep_has_words_and_a_unit(name):
+    """`gpus` is a field of the code; a reader sees `world size (GPUs)`, as the flag is called."""
+    figure = sweep_figure(name, [1, 2], [plan("gpt2", "h100-80gb", gpus=8)] * 2)
+    words, title = figure.layout.xaxis.title.text, figure.layout.title.text
+    assert f"with {swept_name(name)} 1, 2" in title.replace("<br>", " ")
+    assert words.startswith(swept_name(name)) and "_" not in words and (name not in SWEPT or words != name)
 
 
 @pytest.mark.parametrize(
@@ -546,7 +556,7 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
         (["sweep", "gpus=8..x"], "sweep has values"),
         (["sweep", "gpus=0..8"], "sweep has values"),
         (["sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
-        (["sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its camera button saves an SVG"),
+        (["sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its button saves an SVG"),
         (["sweep", "gpus=8,16", "--figure", "/no/such/folder/a.html"], "--figure /no/such/folder/a.html cannot be"),
         (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
     ],
@@ -729,7 +739,7 @@ def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
 @pytest.mark.parametrize(
     "arguments,printed",
     [
-        (["step", "--help"], "--checkpoint"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "gpus 16"),
+        (["step", "--help"], "--checkpoint"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "world size 16"),
         (["simulate"], "closed form"),
     ],
     ids=["help", "plan", "sweep", "simulate"],

@@ -428,6 +428,20 @@ def test_a_figure_draws_it_and_says_simulated(name, late):
     assert drawn.data and alt_text(drawn)
 
 
+def test_memory_of_a_large_model_is_drawn_in_gigabytes(late):
+    """An axis of 40k MB is read by nobody; the unit is that of the figure's own largest bytes, also in its hovers."""
+    beside = figures.memory_by_category([RunRecord.load(DATA / "traces-08"), late])
+    drawn = [getattr(figures, name)(late) for name in FIGURES]
+    with_bytes = 0
+    for figure in [*drawn, beside]:
+        words = json.dumps(figure.to_plotly_json(), default=str)
+        assert not re.search(r"\(MB\)|} MB", words), words[:200]
+        with_bytes += "(GB)" in words
+    assert with_bytes == 6  # five of the figures have bytes, of which the bars of memory are drawn twice
+    longest = max(max(trace.x) for trace in figures.memory_by_category(late).data)
+    assert 0.5 < longest < 50
+
+
 def test_a_figure_of_both_says_which_is_simulated(late):
     measured = RunRecord.load(DATA / "traces-08")
     for draw in (figures.step_time, figures.memory_by_category, figures.step_bar):

@@ -29,7 +29,7 @@ class Outputs:
 
     json: str | None = option(None, "Write the answer as JSON to a file, or to stdout with -.", metavar="FILE|-")
     html: Path | None = option(None, "Write a standalone page: table, figures, what was real.")
-    figure: Path | None = option(None, "Write a figure as .html; its camera button saves an SVG.")
+    figure: Path | None = option(None, "Write a figure as .html; its button saves an SVG.")
     keep: Path | None = option(None, "Keep the run records in this folder.")
     tensorboard: Path | None = option(None, "Write a log folder that TensorBoard's profiler plugin opens.")
     perfetto: Path | None = option(None, "Write one trace of all ranks for Perfetto or chrome://tracing.")
@@ -45,7 +45,7 @@ class Outputs:
             refuse("--quiet and --verbose were given; expected one of them, or none")
         if self.figure and self.figure.suffix != ".html":
             shown = repr(str(self.figure))
-            refuse(f"--figure is {shown}; expected a file name that ends in .html: its camera button saves an SVG")
+            refuse(f"--figure is {shown}; expected a file name that ends in .html: its button saves an SVG")
         for flag, path in (("--html", self.html), ("--figure", self.figure)):
             if path and importlib.util.find_spec("plotly") is None:
                 refuse(f"{flag} needs plotly; run: {how_to_install('lab')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fsdplab.figures.byte_axis import ByteUnit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, DARK_INK, EDGE, HEAT
 
@@ -26,10 +27,11 @@ def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 
     return go.Scatter(name=name, x=x, y=y, mode="markers", marker=marker).update(more)
 
 
-def peak(at: float, height: float, **more: Any) -> go.Scatter:
-    """Draw the dot at a highest value, in MB."""
+def peak(at: float, nbytes: float, unit: ByteUnit, **more: Any) -> go.Scatter:
+    """Draw the dot at the highest memory, on an axis of this unit."""
     edge = dict(color="white", width=1.5)
-    hover = "peak %{y:.1f} MB<extra></extra>"
+    hover = f"peak {unit.hover('y')}<extra></extra>"
+    height = unit.of(nbytes)
     return points("peak", ALARM, [at], [height], 12, showlegend=False, marker_line=edge, hovertemplate=hover, **more)
 
 

@@ -60,7 +60,6 @@ _page = float(PAGE)  # the notebook's, once a widget has told it
 _ON_PAGE: ContextVar[float | None] = ContextVar("on_page", default=None)
 # plotly's toolbar lies over the title: of its buttons the camera alone stays
 _NO_BUTTONS = ["sendChartToCloud", "zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale"]
-CAMERA = dict(displaylogo=False, toImageButtonOptions=dict(format="svg"))  # the camera button saves an SVG
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
@@ -72,6 +71,8 @@ _AXIS = dict(
     ticks="outside",
     ticklen=4,
     tickcolor=GRID,
+    exponentformat="none",  # 10,000 ms; plotly writes 10k
+    separatethousands=True,
     title=dict(standoff=12, font=dict(size=16)),
     tickfont=dict(size=15),
 )

@@ -200,8 +200,27 @@ def _fits_on(gpus: int, spec: PlanSpec) -> bool:
 
 
 _MOST_SEQUENCES = 2**12
-SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
-SWEPT_WORDS = ("model", "gpu", "network", "strategy", "checkpointing", "loss", "optimizer", "reduce_dtype")
+# the fields whose values a sweep tries, as numbers and as words: what each is called in a table and a title, and the
+# unit of its values
+SWEPT = {
+    "gpus": ("world size", "GPUs"),
+    "seq": ("sequence length", "tokens"),
+    "micro_batch": ("batch size", "sequences of a rank's micro-batch"),
+    "grad_accum": ("micro-batches a step", ""),
+    "tensor_parallel": ("tensor-parallel group", "GPUs"),
+    "prefetch": ("prefetch", "units"),
+    "lora_rank": ("LoRA rank", "0: all parameters are trained"),
+}
+SWEPT_WORDS = {
+    "model": ("model", ""),
+    "gpu": ("GPU", ""),
+    "network": ("network", "between nodes"),
+    "strategy": ("strategy", ""),
+    "checkpointing": ("recomputation", ""),
+    "loss": ("loss", ""),
+    "optimizer": ("optimizer", ""),
+    "reduce_dtype": ("reduce dtype", "of gradients"),
+}
 _FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in (*SWEPT, *SWEPT_WORDS)}  # by what the flag is called
 _MOST_VALUES = 64
 
@@ -309,6 +328,18 @@ def _doubled(low: int, high: int) -> list[int]:
         numbers.append(low)
         low *= 2
     return numbers
+
+
+def swept_name(name: str) -> str:
+    """Return what a swept field is called in a table and a title: `swept_name("gpus") == "world size"`."""
+    words, _ = (SWEPT | SWEPT_WORDS)[name]
+    return words
+
+
+def swept_axis(name: str) -> str:
+    """Return the title of an axis of a swept field's values: `swept_axis("gpus") == "world size (GPUs)"`."""
+    words, unit = (SWEPT | SWEPT_WORDS)[name]
+    return f"{words} ({unit})" if unit else words
 
 
 def sweep(spec: PlanSpec, name: str, values: Sequence[Value]) -> list[Plan]:

@@ -20,7 +20,16 @@ from fsdplab.planning.memory import memory_of
 from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
-from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
+from fsdplab.planning.planner import (
+    Plan,
+    Value,
+    largest_micro_batch,
+    parse_sweep,
+    plan_of,
+    plan_spec,
+    sweep,
+    swept_name,
+)
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
 from fsdplab.planning.remedies import Remedy, in_cards, lacking, remedies
 from fsdplab.planning.stages import bubble
@@ -342,7 +351,7 @@ def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
     shown, too_large, rows = [], [], []
     for value, plan in zip(tried, plans):
-        label = f"{name} {_readable(value)}"
+        label = f"{swept_name(name)} {_readable(value)}"
         shown.append(_row(label, plan))
         rows.append({name: value} | plan.as_dict())
         missing = lacking(plan)
@@ -353,7 +362,9 @@ def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     parts: list[Part] = [Table(_COLUMNS, shown, words=("plan", "fits")), *too_large, provenance(plans)]
 
     def page() -> str:
-        from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
+        # which other plans need not load
+        from fsdplab.figures.plots.plans import sweep_figure
+        from fsdplab.figures.report.parts import page_of
 
         return page_of(sweep_figure(name, tried, plans))
 

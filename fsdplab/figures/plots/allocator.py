@@ -7,12 +7,12 @@ from __future__ import annotations
 from fsdplab.common.sizes import percent, size
 from fsdplab.common.thinning import downsample
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
 from fsdplab.profiling.memory.snapshot_memory import OTHER, DeviceMemory
 
-MB = 1e6
 # the allocator reserves segments from the driver and gives tensors blocks of these: in use <= reserved
 _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
 _MOST_POINTS = 2_000  # of a line
@@ -35,8 +35,10 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     ends = {_AT_THE_PEAK: f"<b>{size(memory.peak)}</b> in use, {size(memory.reserved_at_peak)} reserved"}
     if memory.out_of_memory is not None:
         ends[_AT_THE_FAILURE] = f"<b>{size(memory.out_of_memory.asked)}</b> were asked for"
-    parts = _parts(memory, len(ends))
-    figure = stacked_bars(ends, parts, "memory (MB)", "%{x:,.0f} MB", lambda mb: size(mb * MB))
+    unit = byte_unit([memory.reserved_at_peak, memory.peak])
+    parts = _parts(memory, len(ends), unit)
+    axis = f"memory ({unit.symbol})"
+    figure = stacked_bars(ends, parts, axis, unit.hover("x"), lambda length: size(length * unit.nbytes))
     # the alternative text names the categories in bytes, as the legend has no numbers
     categories = []
     for name, nbytes in memory.by_category.items():
@@ -47,7 +49,7 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     return titled(figure, _finding(memory), conditions, alt, 86 + 43 * len(ends))
 
 
-def _parts(memory: DeviceMemory, bars: int) -> list[Part]:
+def _parts(memory: DeviceMemory, bars: int, unit: ByteUnit) -> list[Part]:
     """Return what fills the one or two bars; what is in none of them is left out.
 
     Categories are known at the peak alone.
@@ -62,8 +64,8 @@ def _parts(memory: DeviceMemory, bars: int) -> list[Part]:
         if not any(lengths):
             continue
         # one length a row: at the peak, and at the failure if there is a second row
-        megabytes = [nbytes / MB for nbytes in lengths[:bars]]
-        parts.append(Part(name, _colour(name, place), megabytes))
+        in_unit = [unit.of(nbytes) for nbytes in lengths[:bars]]
+        parts.append(Part(name, _colour(name, place), in_unit))
     return parts
 
 
@@ -112,7 +114,7 @@ def _mostly(memory: DeviceMemory) -> str:
 
 
 def allocator_timeline(memory: DeviceMemory) -> go.Figure:
-    """Draw memory in use and reserved, MB, over the time of the recorded events.
+    """Draw memory in use and reserved over the time of the recorded events.
 
     Raises ValueError where the snapshot holds no events.
     """
@@ -126,16 +128,17 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     moments = [memory.moments[place] for place in kept]
     start = moments[0].time_us
     times = [(moment.time_us - start) / 1e3 for moment in moments]  # ms
-    in_use = [moment.in_use / MB for moment in moments]
-    reserved = [moment.reserved / MB for moment in moments]
+    unit = byte_unit(moment.reserved for moment in moments)
+    in_use = [unit.of(moment.in_use) for moment in moments]
+    reserved = [unit.of(moment.reserved) for moment in moments]
     highest = max(range(len(in_use)), key=in_use.__getitem__)
     # each holds its level until the next event
     reserved_line = line("reserved from the driver", _RESERVED_COLOUR, times, reserved, 2, line_shape="hv")
     in_use_line = line("in use by tensors", _IN_USE_COLOUR, times, in_use, line_shape="hv", fill="tozeroy")
-    dot = peak(times[highest], in_use[highest])
+    dot = peak(times[highest], moments[highest].in_use, unit)
     figure = go.Figure([reserved_line, in_use_line, dot])
     figure.update_xaxes(title_text="time since the first event (ms)")
-    figure.update_yaxes(title_text="memory (MB)", rangemode="tozero")
+    figure.update_yaxes(title_text=f"memory ({unit.symbol})", rangemode="tozero")
     # a job that catches the error goes on behind it
     if memory.out_of_memory is not None:
         failed_at = (memory.out_of_memory.time_us - start) / 1e3  # ms

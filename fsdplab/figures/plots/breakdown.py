@@ -17,6 +17,7 @@ from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent, where
@@ -355,37 +356,40 @@ def _most_exposed(record: RunRecord, cells: Cells) -> tuple[str, str]:
 # ---- two runs compared unit by unit: communication, exposed time and unsharded memory
 
 
-MB = 1e6
 UnitPhase = tuple[str, str]
 Amounts = Mapping[UnitPhase, float]
 _ROOM_FOR_NUMBERS = 24  # units above which numbers no longer fit
 PANELS = {
     "communication_ns": "communication (ms a step)",
     "exposed_ns": "exposed time (ms a step)",
-    "unsharded": "mean unsharded memory (MB)",
+    "unsharded": "mean unsharded memory ({})",
 }
 
 
 def difference(a: RunRecord, b: RunRecord) -> go.Figure:
     """Draw bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean unsharded
-    memory in MB where both have it.
+    memory where both have it.
 
     Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero
     there; 2.0 ms in a and 0.5 ms in b is -1.5.
     """
     changes = _changes(amounts(a), amounts(b))
     units, few = profile.foremost_units(a, changes["exposed_ns"])
+    # bytes, of which the largest change chooses the unit
+    unit = byte_unit(changes.get("unsharded", {}).values())
+    if "unsharded" in changes:
+        changes["unsharded"] = {key: unit.of(nbytes) for key, nbytes in changes["unsharded"].items()}
     figure = go.Figure()
     # panels stand side by side and share the rows: x axis, x2, x3, from the left
     for place, (name, change) in enumerate(changes.items()):
-        figure.add_traces(_bars(change, units, place, name))
+        figure.add_traces(_bars(change, units, place, _quantity(name, unit)))
     for place, (name, change) in enumerate(changes.items()):
-        axis = _axis(place, len(changes), PANELS[name], change)
+        axis = _axis(place, len(changes), PANELS[name].format(unit.symbol), change)
         figure.update_layout({f"xaxis{place + 1}": axis})
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05)
     in_order = dict(categoryorder="array", categoryarray=units)
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False, **in_order)
-    title, where, alt = _words_of_difference(a, b, changes, few)
+    title, where, alt = _words_of_difference(a, b, changes, few, unit)
     row_height = max(18, min(58, 1200 // len(units)))  # pixels
     return titled(figure, title, where, alt, 108 + row_height * len(units))
 
@@ -406,24 +410,31 @@ def _changes(before: Mapping[str, Amounts], after: Mapping[str, Amounts]) -> dic
     return changes
 
 
-def _words_of_difference(a: RunRecord, b: RunRecord, changes: Mapping[str, Amounts], few: str) -> tuple[str, str, str]:
+def _quantity(name: str, unit: ByteUnit) -> str:
+    """Return the unit of a panel's axis."""
+    return unit.symbol if name == "unsharded" else "ms"
+
+
+def _words_of_difference(
+    a: RunRecord, b: RunRecord, changes: Mapping[str, Amounts], few: str, unit: ByteUnit
+) -> tuple[str, str, str]:
     """Return (title, subtitle, alternative text); of two runs of one name their difference is enough."""
     before, after = views([a, b])
     # two runs of full_shard: "full_shard: prefetch 2 is exposed ... less than prefetch 0"
     if before.note and after.note:
         first, second = before.note, after.note
-        title, alt = _change(first, second, changes)
+        title, alt = _change(first, second, changes, unit)
         title = f"{profile.label(a)}: {title}"
     else:
         first, second = before.label, after.label
-        title, alt = _change(first, second, changes)
+        title, alt = _change(first, second, changes, unit)
     where = f"{profile.conditions([a, b], few)}; bars: {second} minus {first}"
     return title, where, alt
 
 
 def amounts(record: RunRecord) -> Mapping[str, Amounts]:
     """Return what each panel shows of one run, by (unit, phase): communication and exposed ms a step on the rank
-    exposed longest, mean over its profiled steps, and MB of unsharded memory.
+    exposed longest, mean over its profiled steps, and bytes of unsharded memory.
     """
     nameless = profile.unnamed(record)
     communication: dict[UnitPhase, float] = defaultdict(float)
@@ -434,10 +445,7 @@ def amounts(record: RunRecord) -> Mapping[str, Amounts]:
         key = (cell.unit or nameless, cell.phase)
         communication[key] += cell.communication_ns / MS
         exposed[key] += cell.exposed_ns / MS
-    unsharded = {}
-    for key, nbytes in gathered_memory(record).items():
-        unsharded[key] = nbytes / MB
-    return {"communication_ns": communication, "exposed_ns": exposed, "unsharded": unsharded}
+    return {"communication_ns": communication, "exposed_ns": exposed, "unsharded": gathered_memory(record)}
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
@@ -509,9 +517,8 @@ def _stays(of_unit: list[Row], last_end: int) -> list[tuple[str, int, int]]:
     return stays
 
 
-def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.Bar]:
+def _bars(changes: Amounts, units: list[str], place: int, quantity: str) -> list[go.Bar]:
     """Draw a panel's bars, one trace a phase; numbers stand at their ends where there are few."""
-    quantity = "MB" if name == "unsharded" else "ms"
     # a phase without any change has neither bars nor an entry in the legend
     in_panel = {phase for _, phase in changes}
     bars = []
@@ -578,7 +585,7 @@ def _axis(place: int, panels: int, title: str, changes: Amounts) -> dict[str, An
     )
 
 
-def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[str, str]:
+def _change(first: str, second: str, changes: Mapping[str, Amounts], unit_of_bytes: ByteUnit) -> tuple[str, str]:
     """Return (title, alternative text): the change of exposed time in all, and the unit that changed most in this
     direction.
 
@@ -607,5 +614,5 @@ def _change(first: str, second: str, changes: Mapping[str, Amounts]) -> tuple[st
     sums = []
     for name, values in changes.items():
         in_all = _signed(sum(values.values())) or "0"
-        sums.append(f"{PANELS[name]} {in_all}")
+        sums.append(f"{PANELS[name].format(unit_of_bytes.symbol)} {in_all}")
     return title, f"Bars of the difference by unit and phase. {title}. In all: {'; '.join(sums)}."

@@ -18,9 +18,10 @@ from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.figures.bars import Mark, Span, downsample, lane, mark_lanes, named_axis
+from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.memory import MB, bands, total
+from fsdplab.figures.plots.memory import bands, total
 from fsdplab.figures.plots.timeline import Lanes, lane_bars, lanes_of, phase_lines, phases
 from fsdplab.figures.profile_data import (
     MS,
@@ -46,7 +47,7 @@ _GAP = 34  # pixels between two panels
 
 
 def linked_view(record: RunRecord, limit: int = MARKS) -> go.Figure:
-    """Draw the memory step on one clock: rank timeline, memory of the worst rank (MB), and the units' states on every
+    """Draw the memory step on one clock: rank timeline, memory of the worst rank, and the units' states on every
     rank.
 
     Needs `timeline`, `memory` and `life` of that step (ValueError with the remedy). Hover shows the cursor in all.
@@ -55,7 +56,7 @@ def linked_view(record: RunRecord, limit: int = MARKS) -> go.Figure:
     heights = _heights(step)
     figure, merged = _panels(step, heights, limit)
     title, alt = _finding(record, step.life, step.top)
-    _name_peak(figure, step.top, _domains(heights))
+    _name_peak(figure, step, _domains(heights))
     return _finished(figure, step, title, alt, merged, heights)
 
 
@@ -105,6 +106,11 @@ class _Step:
         """The row of the highest memory."""
         return max(self.memory, key=total)
 
+    @property
+    def unit(self) -> ByteUnit:
+        """The unit of the memory's axis."""
+        return byte_unit([total(self.top)])
+
 
 def _step_of(record: RunRecord) -> _Step:
     life = unit_states(record)
@@ -142,7 +148,9 @@ def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str
     )
     peak_bytes = total(step.top)
     # a quarter above the peak is for its number
-    memory_axis = dict(title_text="live memory (MB)", range=[0, 1.25 * peak_bytes / MB], nticks=5)
+    memory_axis = dict(
+        title_text=f"live memory ({step.unit.symbol})", range=[0, 1.25 * step.unit.of(peak_bytes)], nticks=5
+    )
     bottom, _ = of_units
     figure.update_layout(
         xaxis=clock | cursor,
@@ -154,7 +162,7 @@ def _panels(step: _Step, heights: list[int], limit: int) -> tuple[go.Figure, str
         hovermode="closest",
         **phase_lines(phases(step.rows), step.end, bottom),
     )
-    figure.add_trace(peak(step.top["time_ns"] / MS, peak_bytes / MB, yaxis="y2"))
+    figure.add_trace(peak(step.top["time_ns"] / MS, peak_bytes, step.unit, yaxis="y2"))
     return figure, merged
 
 
@@ -164,7 +172,7 @@ def _memory_bands(step: _Step) -> list[go.Scatter]:
     end = {**last, "time_ns": max(step.life.length, last["time_ns"])}
     rows = [*step.memory, end]
     times = [round(row["time_ns"] / MS, 4) for row in rows]
-    return bands(rows, times, yaxis="y2")
+    return bands(rows, times, unit=step.unit, yaxis="y2")
 
 
 def _finished(figure: go.Figure, step: _Step, title: str, alt: str, merged: str, heights: list[int]) -> go.Figure:
@@ -287,12 +295,12 @@ def _add_map(figure: go.Figure, life: UnitStates, at_ns: float, domains: list[tu
     )
 
 
-def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) -> None:
+def _name_peak(figure: go.Figure, step: _Step, domains: list[tuple[float, float]]) -> None:
     """Write the number of the peak, and draw a line from it down through the units' states."""
-    at, nbytes = row["time_ns"] / MS, total(row)
+    at, nbytes = step.top["time_ns"] / MS, total(step.top)
     text = f"<b>peak {size(nbytes)}</b>"
     font = dict(color=ALARM, size=14)
-    figure.add_annotation(x=at, y=nbytes / MB, yref="y2", text=text, showarrow=False, yshift=16, font=font)
+    figure.add_annotation(x=at, y=step.unit.of(nbytes), yref="y2", text=text, showarrow=False, yshift=16, font=font)
     _, top = domains[1]  # of the memory
     bottom, _ = domains[2]  # of the units' states
     line = dict(color=ALARM, width=1.5, dash="dot")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.byte_axis import MEGABYTES, ByteUnit, byte_unit
 from fsdplab.figures.conclusion import most_sharded, verdict
 from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
@@ -17,12 +18,11 @@ from fsdplab.figures.table import OVER
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, missing, view, views
 from fsdplab.records import CATEGORIES, RunRecord, known
 
-MB = 1e6
 PALE = 0.75  # opacity of what is predicted: less would make its categories look alike
 _UNSPLIT_COLOUR = "rgba(128,132,136,0.35)"
 _BEHIND_NAME = "rgba(255, 255, 255, 0.85)"  # ground of a name that lies on coloured bands
 _FAR = 2.5  # times the highest peak: a card further off would make bars tiny
-_AXIS = "peak memory of the worst rank (MB)"
+_AXIS = "peak memory of the worst rank ({})"
 
 
 def memory_by_category(runs: Runs) -> go.Figure:
@@ -37,7 +37,8 @@ def memory_by_category(runs: Runs) -> go.Figure:
     # several cards where runs had different ones: each gets a line
     near_cards, far_cards = _cards(shown)
     emulated = any(run.card_emulated for run in shown)
-    levels = {card_words(card, emulated): card / MB for card in near_cards}
+    unit = byte_unit(known(run.peak) for run in shown)
+    levels = {card_words(card, emulated): unit.of(card) for card in near_cards}
     ends, splits = {}, []
     over = []  # their words are red
     for run in shown:
@@ -45,8 +46,9 @@ def memory_by_category(runs: Runs) -> go.Figure:
         splits.append(_split(run))
         if run.over_card:
             over.append(run.label)
-    parts = _parts(splits, shown)
-    figure = stacked_bars(ends, parts, _AXIS, levels=levels, alarming=over)
+    parts = _parts(splits, unit, shown)
+    axis = _AXIS.format(unit.symbol)
+    figure = stacked_bars(ends, parts, axis, unit.hover("x"), levels=levels, alarming=over)
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
     # continues "; the card is emulated", since the card's line is not on the axis
     if far_cards and _emulated(shown):
@@ -90,16 +92,16 @@ def _over(run: RunView) -> str:
     return "out of memory" if run.status == "out_of_memory" else OVER
 
 
-def _parts(splits: Sequence[Mapping[str, int]], shown: Sequence[RunView] = ()) -> list[Part]:
-    """Return the categories that at least one of the bars holds, in MB, as they are called of these runs."""
+def _parts(splits: Sequence[Mapping[str, int]], unit: ByteUnit, shown: Sequence[RunView] = ()) -> list[Part]:
+    """Return the categories that at least one of the bars holds, as they are called of these runs."""
     titles = category_titles(run.spec for run in shown)
     parts = []
     for category in (*CATEGORIES, UNSPLIT):
         # a category that no run holds has no entry in the legend
         if any(split.get(category) for split in splits):
-            megabytes = [split.get(category, 0) / MB for split in splits]
+            lengths = [unit.of(split.get(category, 0)) for split in splits]
             colour = CATEGORY_COLOURS.get(category, _UNSPLIT_COLOUR)
-            parts.append(Part(titles.get(category, category), colour, megabytes))
+            parts.append(Part(titles.get(category, category), colour, lengths))
     return parts
 
 
@@ -177,7 +179,8 @@ def predicted_memory(runs: Runs) -> go.Figure:
         splits.append(run.split)
         splits.append(run.predicted_split)
         peaks.append(f"{run.label} {measured}, predicted {predicted}")
-    figure = stacked_bars(ends, _parts(splits), _AXIS)
+    unit = byte_unit(known(run.peak) for run in shown)
+    figure = stacked_bars(ends, _parts(splits, unit), _AXIS.format(unit.symbol), unit.hover("x"))
     # rows alternate: measured, predicted, measured, predicted, ...
     figure.update_traces(marker_opacity=[1.0, PALE] * len(shown))
     figure.update_layout(bargap=0.18)
@@ -204,20 +207,21 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     top = max(range(len(rows)), key=totals.__getitem__)
     peak_ms, peak_bytes = times[top], totals[top]
     titles = category_titles([run.spec])
-    figure = go.Figure(bands(rows, times, titles))
-    figure.add_trace(peak(peak_ms, peak_bytes / MB))
+    unit = byte_unit(totals)
+    figure = go.Figure(bands(rows, times, titles, unit))
+    figure.add_trace(peak(peak_ms, peak_bytes, unit))
     name = f"<b>peak {size(peak_bytes)}</b>"
     red = dict(color=ALARM)
-    figure.add_annotation(x=peak_ms, y=peak_bytes / MB, text=name, showarrow=False, yshift=18, font=red)
+    figure.add_annotation(x=peak_ms, y=unit.of(peak_bytes), text=name, showarrow=False, yshift=18, font=red)
     if run.card:
         name = card_words(run.card, run.card_emulated)
         font = dict(color=DARK_ALARM, size=14)
-        mark_level(figure, run.card / MB, name, "y", bgcolor=_BEHIND_NAME, font=font)
-    figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
+        mark_level(figure, unit.of(run.card), name, "y", bgcolor=_BEHIND_NAME, font=font)
+    figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title=f"live memory ({unit.symbol})")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     # a card above the peak must be on the axis, with its line
     highest = max(peak_bytes, run.card or 0)
-    figure.update_yaxes(range=[0, 1.18 * highest / MB])  # with space for the words over it
+    figure.update_yaxes(range=[0, 1.18 * unit.of(highest)])  # with space for the words over it
     title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {peak_ms:.0f} ms"
     where = f"{how_and_where([run])}, one step{_emulated([run])}"
     alt = f"Stacked area of memory through one step. {title}."
@@ -243,19 +247,23 @@ def total(row: Row) -> float:
 
 
 def bands(
-    rows: list[Row], times: list[float], names: Mapping[str, str] = CATEGORY_NAMES, **more: str
+    rows: list[Row],
+    times: list[float],
+    names: Mapping[str, str] = CATEGORY_NAMES,
+    unit: ByteUnit = MEGABYTES,
+    **more: str,
 ) -> list[go.Scatter]:
-    """Draw the stack of the categories that the rows hold, in MB; each holds its level until the next event."""
+    """Draw the stack of the categories that the rows hold; each holds its level until the next event."""
     stack = []
     for category in CATEGORIES:
-        megabytes = [float(row[category]) / MB for row in rows]
+        heights = [unit.of(float(row[category])) for row in rows]
         # an empty band would only lengthen the legend
-        if not any(megabytes):
+        if not any(heights):
             continue
         name, colour = names[category], CATEGORY_COLOURS[category]
         # "hv": the level of a row holds until the next row, as memory changes in steps at allocations
-        edge = line(name, colour, times, megabytes, 0.6, line_shape="hv", **more)
-        hover = f"{name}: %{{y:.1f}} MB<extra></extra>"
+        edge = line(name, colour, times, heights, 0.6, line_shape="hv", **more)
+        hover = f"{name}: {unit.hover('y')}<extra></extra>"
         # one stackgroup: plotly adds each band to those below it
         stack.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))
     return stack

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.bars import whiskers
+from fsdplab.figures.byte_axis import MEGABYTES, ByteUnit, byte_unit
 from fsdplab.figures.fastest import fastest_words, those_that_fit
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
@@ -18,7 +19,6 @@ from fsdplab.figures.style import EDGE, card_words, mark_level, plot_width, stra
 from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, missing, views
 from fsdplab.records import known
 
-MB = 1e6
 _LARGEST, _SMALLEST = 64, 12  # bubbles' diameters in pixels
 _HEIGHT, _LINE = 380, 20  # pixels of the plot's height and of a label's, by which labels are placed
 _MARGIN = 1.3  # an axis ends at so many times its highest value: bubbles and their labels need space
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 def pareto(runs: Runs) -> go.Figure:
-    """Draw bubbles of peak memory (MB, x) against the median step (ms, y), area = exposed time, with the quartiles of
+    """Draw bubbles of peak memory (x) against the median step (ms, y), area = exposed time, with the quartiles of
     the step as whiskers, and the Pareto front and the card as lines.
 
     `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and
@@ -61,26 +61,26 @@ def pareto(runs: Runs) -> go.Figure:
         )
     # a run over the card is drawn, but it is no choice, and so not on the front, unless none fits
     best = front(those_that_fit(drawn))
-    ranges = _ranges(drawn)
+    unit = byte_unit(known(run.peak) for run in drawn)
+    ranges = _ranges(drawn, unit)
     # the front is the first trace: bubbles lie over it, and `_lines` reads it from `figure.data[0]`
-    figure = go.Figure(_front_line(best, ranges))
-    figure.add_traces([_bubble(run, drawn) for run in drawn])
+    figure = go.Figure(_front_line(best, ranges, unit))
+    figure.add_traces([_bubble(run, drawn, unit) for run in drawn])
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(title_text="peak memory of the worst rank (MB)", range=ranges[0])
+    figure.update_xaxes(title_text=f"peak memory of the worst rank ({unit.symbol})", range=ranges[0])
     figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
-    _mark_cards(figure, shown, ranges)
+    _mark_cards(figure, shown, ranges, unit)
     # last, since the labels keep off the front and off the lines of cards
-    _add_labels(figure, drawn, best, ranges)
+    _add_labels(figure, drawn, best, ranges, unit)
     title = _finding(drawn, best[0])
     where = _conditions(shown, drawn)
     return titled(figure, title, where, _alt(drawn, best), _HEIGHT + 68)
 
 
-def _spot(run: RunView) -> Point:
-    """Return where a run lies on the axes: (peak in MB, step in ms)."""
-    megabytes = known(run.peak) / MB
+def _spot(run: RunView, unit: ByteUnit = MEGABYTES) -> Point:
+    """Return where a run lies on the axes: (peak in the axis's unit, step in ms)."""
     milliseconds = known(run.step_median) * 1e3
-    return megabytes, milliseconds
+    return unit.of(known(run.peak)), milliseconds
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
@@ -115,15 +115,15 @@ def _longest_exposed(drawn: Sequence[RunView]) -> float:
     return max((run.exposed_s or 0 for run in drawn), default=0)
 
 
-def _ranges(drawn: Sequence[RunView]) -> Ranges:
+def _ranges(drawn: Sequence[RunView], unit: ByteUnit) -> Ranges:
     # axes begin at zero, since distances from it are what is compared
-    peaks, steps = zip(*map(_spot, drawn))
+    peaks, steps = zip(*(_spot(run, unit) for run in drawn))
     return [0, _MARGIN * max(peaks)], [0, _MARGIN * max(steps)]
 
 
-def _front_line(best: Sequence[RunView], ranges: Ranges) -> go.Scatter:
+def _front_line(best: Sequence[RunView], ranges: Ranges, unit: ByteUnit) -> go.Scatter:
     """Draw the stairs from the upper edge along the front to the right edge; left of them and below there is no run."""
-    xs, ys = zip(*map(_spot, best))
+    xs, ys = zip(*(_spot(run, unit) for run in best))
     right, top = ranges[0][1], ranges[1][1]
     # front (10 MB, 3 s), (20 MB, 2 s): down at 10 MB to 3 s, right to 20 MB, down to 2 s, right to the edge
     stairs_x = [xs[0], *xs, right]
@@ -131,10 +131,10 @@ def _front_line(best: Sequence[RunView], ranges: Ranges) -> go.Scatter:
     return line("Pareto front", _GREY, stairs_x, stairs_y, 2, "dot", line_shape="hv", hoverinfo="skip")
 
 
-def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
+def _bubble(run: RunView, drawn: list[RunView], unit: ByteUnit) -> go.Scatter:
     """Draw one run; hollow where its exposed time was not measured."""
     colour = strategy_colour(run.strategy, run.engine)
-    x, y = _spot(run)
+    x, y = _spot(run, unit)
     if run.exposed_s is not None:
         fill = colour
         edge = dict(color=EDGE, width=1)
@@ -142,7 +142,7 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
         fill = _HOLLOW
         edge = dict(color=colour, width=3)
     marker = dict(color=fill, opacity=0.85, symbol="circle", line=edge)
-    hover = f"{run.label}<br>%{{x:.1f}} MB, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>"
+    hover = f"{run.label}<br>{unit.hover('x')}, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>"
     # in ms, as the axis is
     quartiles = whiskers([run], 1e-3)
     return points(
@@ -150,27 +150,29 @@ def _bubble(run: RunView, drawn: list[RunView]) -> go.Scatter:
     )
 
 
-def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges) -> None:
+def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges, unit: ByteUnit) -> None:
     """Draw the line of each card that lies on the axis."""
     cards = {run.card for run in shown if run.card}
     emulated = any(run.card_emulated for run in shown)
     for card in sorted(cards):
         # a larger card would stretch the axis until all bubbles stand at its left
-        if card / MB < ranges[0][1]:
-            mark_level(figure, card / MB, card_words(card, emulated))
+        if unit.of(card) < ranges[0][1]:
+            mark_level(figure, unit.of(card), card_words(card, emulated))
 
 
 # ---- labels: beside their bubbles, where they cover nothing
 
 
-def _add_labels(figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunView], ranges: Ranges) -> None:
+def _add_labels(
+    figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunView], ranges: Ranges, unit: ByteUnit
+) -> None:
     """Write each run's name and exposed time, bold on the front, with a line to its bubble."""
-    shifts = placed(drawn, ranges, _lines(figure, ranges))
+    shifts = placed(drawn, ranges, _lines(figure, ranges), unit)
     for run, (across, up) in zip(drawn, shifts):
         text = _words(run)
         if run in best:
             text = text.replace(run.label, f"<b>{run.label}</b>", 1)
-        x, y = _spot(run)
+        x, y = _spot(run, unit)
         figure.add_annotation(
             text=text,
             font=dict(size=14),
@@ -186,7 +188,7 @@ def _add_labels(figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunV
 
 
 def _pixels(at: Point, ranges: Ranges) -> Point:
-    """Return where a point of MB and ms lies on the plot, in pixels from its lower left corner."""
+    """Return where a point of the axes lies on the plot, in pixels from its lower left corner."""
     x, y = at
     (_, right), (_, top) = ranges
     return x / right * plot_width(), y / top * _HEIGHT
@@ -219,10 +221,12 @@ def _box_of(start: Point, end: Point, ranges: Ranges) -> Box:
     return Box(left - 1, below - 1, right + 1, above + 1)
 
 
-def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = ()) -> list[Point]:
+def placed(
+    drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = (), unit: ByteUnit = MEGABYTES
+) -> list[Point]:
     """Return pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble, line."""
     # 1. every bubble takes its square first, so that no label covers a bubble placed later
-    middles = [_pixels(_spot(run), ranges) for run in drawn]
+    middles = [_pixels(_spot(run, unit), ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
     taken = [_around(middle, radius, radius) for middle, radius in zip(middles, radii)]
     shifts = []

@@ -11,19 +11,14 @@ from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import conditions, listed
-from fsdplab.figures.style import ALARM, CAMERA, CATEGORY_COLOURS, COLLECTIVE_COLOURS, GRID, mark_level, titled
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, COLLECTIVE_COLOURS, GRID, mark_level, titled
 from fsdplab.figures.view import RunView, views
 from fsdplab.planning.overlap import PHASES, Overlap, OverlapPoint, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan, Value
+from fsdplab.planning.planner import Plan, Value, swept_axis, swept_name
 from fsdplab.records import RunRecord
 
 GB = 1e9
-
-
-def page_of(figure: go.Figure) -> str:
-    """Return a page of its own that shows one figure, also without a network."""
-    return str(figure.to_html(include_plotlyjs=True, config=CAMERA))
 
 
 def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> go.Figure:
@@ -36,7 +31,7 @@ def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> g
         marker = dict(color=CATEGORY_COLOURS[category])
         figure.add_trace(go.Bar(name=row.title, x=labels, y=peaks, marker=marker))
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(title_text=name.replace("_", " "), type="category")
+    figure.update_xaxes(title_text=swept_axis(name), type="category")
     figure.update_yaxes(title_text="memory of a rank at its peak (GB)")
     card = plans[0].spec.gpu.memory_bytes
     # a sweep over GPUs has a card for each bar, and no one line for all
@@ -45,7 +40,7 @@ def sweep_figure(name: str, values: Sequence[Value], plans: Sequence[Plan]) -> g
         mark_level(figure, card / GB, f"card {size(card)}", "y", x=1, xanchor="right", xshift=-6)
     title, subtitle = _sweep_words(name, labels, plans)
     alt = f"Stacked bars of peak memory by category. {title}. {subtitle}"
-    return titled(figure, title, subtitle, alt)
+    return titled(figure, title, subtitle, alt, 360)
 
 
 def _label(value: Value) -> str:
@@ -64,13 +59,13 @@ def _sweep_words(name: str, labels: Sequence[str], plans: Sequence[Plan]) -> tup
             fitting.append(label)
         speed = three_digits(plan.tokens_per_s_per_gpu or 0)
         speeds.append(f"{label}: {speed}")
-    # "llama-3.1-8b fits with micro batch 1, 2", or "On 8 H100 SXM 80GB it fits with model ..."
+    # "llama-3.1-8b fits with batch size 1, 2", or "On 8 H100 SXM 80GB it fits with model ..."
     what = spec.model.name
     if name == "model":  # where models are compared, no single one has a place in the title
         what = f"On {spec.gpus} {spec.gpu.name} it"
-    setting = name.replace("_", " ")
-    which = ", ".join(fitting) or "of none of these"
-    title = f"{what} fits with {setting} {which}"
+    title = f"{what} fits with no {swept_name(name)} of these"
+    if fitting:
+        title = f"{what} fits with {swept_name(name)} {', '.join(fitting)}"
     card = size(spec.gpu.memory_bytes)
     return title, f"Predicted; {spec.strategy}, card {card}; tokens/s a GPU: {', '.join(speeds)}"
 

@@ -12,13 +12,13 @@ from typing import Any
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import listed
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.figures.view import RunView, how_and_where, missing, ranks_and_device, views
 from fsdplab.records import RunRecord
 
-MB = 1e6
 _GREY = "#808488"
 _FORMULA_COLOUR = STRATEGY_COLOURS["no_shard"]
 Sent = Mapping[str, int]  # bytes of a step by "kind in phase", in order of first appearance
@@ -121,7 +121,8 @@ def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
 def _without_formula(bar: _Bar, rank: int) -> go.Figure:
     total = size(bar.total)
     ends = {bar.run.label: f"<b>{total}</b>"}
-    figure = _bars(ends, _parts([bar.sent]))
+    unit = byte_unit([bar.total])
+    figure = _bars(ends, _parts([bar.sent], unit), unit)
     title = f"{bar.run.label} sends {total} a step"
     return titled(figure, title, _where([bar.run], rank), f"A bar: {bar.words}.", 150)
 
@@ -129,10 +130,11 @@ def _without_formula(bar: _Bar, rank: int) -> go.Figure:
 def _beside_formula(bar: _Bar, formula: int, rank: int) -> go.Figure:
     """Draw the run's bar above that of the formula."""
     ends = {"ledger": f"<b>{size(bar.total)}</b>", "formula": f"<b>{size(formula)}</b>"}
-    sent = _parts([bar.sent, {}])  # nothing of it is in the formula's row
+    unit = byte_unit([bar.total, formula])
+    sent = _parts([bar.sent, {}], unit)  # nothing of it is in the formula's row
     # 0 in the ledger's row, the whole in the formula's
-    computed = Part("formula", _FORMULA_COLOUR, [0.0, formula / MB])
-    figure = _bars(ends, [*sent, computed])
+    computed = Part("formula", _FORMULA_COLOUR, [0.0, unit.of(formula)])
+    figure = _bars(ends, [*sent, computed], unit)
     figure.data[-1].showlegend = False  # its row says what it is
     difference = bar.total - formula
     # lab and formula agree to the byte, so a difference is a finding however small
@@ -170,7 +172,8 @@ def _of_several(bars: list[_Bar], runs: list[RunView], rank: int) -> go.Figure:
     clauses = [_where(shown, rank), _against_formulas(bars), _PASSES, left_out]
     where = "; ".join(filter(None, clauses))
     alt = f"Bars of the bytes that one rank sends in a step: {'; '.join(words)}."
-    figure = _bars(ends, _parts([bar.sent for bar in bars]))
+    unit = byte_unit([most.total])
+    figure = _bars(ends, _parts([bar.sent for bar in bars], unit), unit)
     return titled(figure, title, where, alt, 90 + 46 * len(bars))
 
 
@@ -199,12 +202,14 @@ def _against_formulas(bars: list[_Bar]) -> str:
 # ---- what all of these figures share
 
 
-def _bars(ends: Mapping[str, str], parts: list[Part]) -> go.Figure:
-    return stacked_bars(ends, parts, "bytes sent by one rank in one step (MB)", "%{x:.3f} MB")
+def _bars(ends: Mapping[str, str], parts: list[Part], unit: ByteUnit) -> go.Figure:
+    # three digits behind the point, as a ledger and its formula are compared
+    hover = f"%{{x:.3f}} {unit.symbol}"
+    return stacked_bars(ends, parts, f"bytes sent by one rank in one step ({unit.symbol})", hover)
 
 
-def _parts(rows: list[Sent]) -> list[Part]:
-    """Return the collectives that at least one row sends, in MB; the second all-gather of a step has its own shade."""
+def _parts(rows: list[Sent], unit: ByteUnit) -> list[Part]:
+    """Return the collectives that at least one row sends; the second all-gather of a step has its own shade."""
     names: dict[str, int] = {}  # in order of first appearance
     for sent in rows:
         names.update(sent)
@@ -215,8 +220,8 @@ def _parts(rows: list[Sent]) -> list[Part]:
         if name not in COLLECTIVE_COLOURS:
             kind = name.split(" in ")[0]
         colour = COLLECTIVE_COLOURS.get(kind, _GREY)
-        megabytes = [sent.get(name, 0) / MB for sent in rows]
-        parts.append(Part(name, colour, megabytes))
+        lengths = [unit.of(sent.get(name, 0)) for sent in rows]
+        parts.append(Part(name, colour, lengths))
     return parts
 
 

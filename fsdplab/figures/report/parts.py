@@ -31,6 +31,7 @@ from fsdplab.figures.plots.linked import (
 )
 from fsdplab.figures.profile_data import MS
 from fsdplab.figures.style import ALARM, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of, template
+from fsdplab.figures.style import page as page_width
 from fsdplab.figures.table import cells
 from fsdplab.figures.view import RunView
 from fsdplab.records import RunRecord
@@ -136,6 +137,23 @@ def plot(figure: go.Figure) -> Markup:
         keys=legend_of(figure),
         data=to_json_plotly(shown),
     )
+
+
+def page_of(figure: go.Figure) -> str:
+    """Return a page of its own that shows one figure, also without a network; a button saves the figure as an SVG."""
+    from plotly.io.json import to_json_plotly
+    from plotly.offline import get_plotlyjs
+
+    page = rendered(
+        "figure.html",
+        title=_plain(figure.layout.title.text),
+        plotly_js=get_plotlyjs(),
+        figure=plot(figure),
+        # what is saved has title and legend in the picture
+        whole=to_json_plotly(figure),
+        width=page_width(),
+    )
+    return f"{page}\n"
 
 
 def _plain(words: str | None) -> str:

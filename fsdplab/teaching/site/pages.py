@@ -29,6 +29,7 @@ from fsdplab.common.files import read_file
 from fsdplab.figures.plotly_go import PLOTLY
 from fsdplab.teaching.authoring.course import STARTS, CourseError, tags_of
 from fsdplab.teaching.site.foreign_html import without_scripts
+from fsdplab.teaching.site.slides import slides_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -87,16 +88,18 @@ def page_of(notebook: NotebookNode, title: str, **resources: Any) -> str:
 
 
 def deck_of(notebook: NotebookNode, title: str) -> str:
-    """Return a notebook as slides in one file: each text begins a slide, with the code and figures that follow it.
+    """Return a notebook as slides in one file: each text begins a slide, with the code and figures that follow it as
+    far as a screen has room.
 
     Exercises and their checks are left out.
     """
     shown = _for_readers(notebook)
     shown.cells = [cell for cell in shown.cells if not (_is_of_an_exercise(cell) or _starts(cell))]
-    for place, cell in enumerate(shown.cells):
-        following = shown.cells[place + 1] if place + 1 < len(shown.cells) else None
-        cell.metadata.begins_slide = place == 0 or cell.cell_type == "markdown"
-        cell.metadata.ends_slide = following is None or following.cell_type == "markdown"
+    for slide in slides_of(shown.cells):
+        for cell in slide.cells:
+            cell.metadata.begins_slide = cell is slide.cells[0]
+            cell.metadata.ends_slide = cell is slide.cells[-1]
+            cell.metadata.scale = f"{slide.scale:.2f}"
     return _converted("deck", shown, title, {"styles": styles()})
 
 

@@ -22,7 +22,7 @@ function draw(div, figure) {
   const {data, layout} = fitted(figure, div.offsetWidth);
   layout.font = Object.assign({}, layout.font, {color: ink(div)});
   div.style.height = layout.height + "px";
-  return Plotly.react(div, data, layout, {displayModeBar: false}).then(() => apart(div));
+  return Plotly.react(div, data, layout, {displayModeBar: false}).then(() => settled(div));
 }
 
 // A key of a page's own legend hides its traces, and shows them again.
@@ -39,7 +39,7 @@ function follow(div, figure) {
     if (!div.offsetWidth || div.offsetWidth === width) return;
     const other = (div.offsetWidth < NARROW) !== (width < NARROW);
     width = div.offsetWidth;
-    other ? draw(div, figure) : Plotly.Plots.resize(div).then(() => apart(div));
+    other ? draw(div, figure) : Plotly.Plots.resize(div).then(() => settled(div));
   }).observe(div);
 }
 
@@ -81,7 +81,9 @@ function fitted(figure, width) {
   for (const name of Object.keys(layout).filter(name => /^[xy]axis/.test(name))) {
     const axis = layout[name];
     axis.tickfont = {...axis.tickfont, size: 11};
-    const [low, high] = axis.domain || [0, 1], letters = name[0] === "x" ? (width - 110) * (high - low) / 7 : Infinity;
+    const [low, high] = axis.domain || [0, 1];
+    // pixels along the axis: beside the labels of the rows, or above those of the columns and their title
+    const along = name[0] === "x" ? width - 110 : layout.height - layout.margin.t - 60, letters = along * (high - low) / 7;
     if (axis.title && axis.title.text) axis.title = {...axis.title, text: wrapped(axis.title.text, letters), font: {size: 12}};
   }
   for (const trace of data) {
@@ -119,6 +121,19 @@ function stack(data, layout, rows, width) {
   const letters = (width - 40) / 6.2;
   for (const row of rows) Object.assign(row, {text: shortened(`${row.y} · ${row.text.replace("<br>", " · ")}`, letters), x: 0, xshift: 0, yshift: 19, align: "left"});
   for (const note of layout.annotations) if (typeof note.x === "number" && !rows.includes(note)) note.xanchor = note.x > end / 2 ? "right" : "left";
+}
+
+function settled(div) {
+  apart(div);
+  scalable(div);
+}
+
+// A page of paper is not as wide as the window, and nothing draws anew for it: the style sheet scales the picture.
+function scalable(div) {
+  const {width, height} = div._fullLayout;
+  for (const picture of div.querySelectorAll(".main-svg")) picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  div.style.setProperty("--width", width + "px");
+  div.style.setProperty("--ratio", `${width} / ${height}`);
 }
 
 // Words that would stand over others, or leave the picture, are left out: a hover still tells them.
