@@ -21,11 +21,13 @@ def test_a_click_and_a_number_are_judged_on_the_screen(lab_cells: Cells, tmp_pat
         cell.get_by_text("Not answered yet").nth(1).wait_for(timeout=60_000)  # each of the two questions says it
         wrong.click()
         cell.get_by_text("That is not it.").wait_for(timeout=60_000)
+        cell.locator("button.mod-danger").wait_for(timeout=60_000)  # its colour comes after the words
         assert (
             "mod-danger" in wrong.get_attribute("class") and cell.get_by_text("micro-batches are accumulated").count()
         )
         right.click()
         cell.get_by_text("00.loop: passed.").wait_for(timeout=60_000)
+        cell.locator("button.mod-success").wait_for(timeout=60_000)
         assert "mod-success" in right.get_attribute("class") and "mod-danger" not in wrong.get_attribute("class")
         assert right.bounding_box()["width"] < cell.bounding_box()["width"]
         field = cell.get_by_placeholder("your answer, then Enter")
