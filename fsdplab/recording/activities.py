@@ -91,7 +91,6 @@ def watch(recorder: RankRecorder) -> None:
     _watch_collectives(recorder)
     _watch_evaluations(recorder)
     _watch_autocast(recorder)
-    gc.callbacks.append(_Collections(recorder))
 
 
 def watch_recomputation(module: Any, recorder: RankRecorder) -> None:
@@ -329,11 +328,24 @@ def _watch_autocast(recorder: RankRecorder) -> None:
     autocast.__enter__ = noting
 
 
-class _Collections:
-    """Called by Python's garbage collector before and after a collection."""
+class Collections:
+    """Counts full collections of Python's garbage collector between `begin` and `end`.
+
+    Python drops an exception that a signal raises in such a callback, and with it the signal, so that processes which
+    are no ranks, such as torchrun's, have none.
+    """
 
     def __init__(self, recorder: RankRecorder) -> None:
         self._recorder, self._began = recorder, 0
+
+    def begin(self) -> None:
+        """Be called before and after each collection from now on."""
+        gc.callbacks.append(self)
+
+    def end(self) -> None:
+        """Be called no more; nothing happens where `begin` was not called."""
+        if self in gc.callbacks:
+            gc.callbacks.remove(self)
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         # only collections of the oldest generation look at all objects, and take long

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from fsdplab.recording.activities import Collections
 from fsdplab.recording.rows import Place, StepRows, Taken, resident_bytes
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import parameters_of
@@ -49,6 +50,7 @@ class RankRecorder:
         self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
         self._window: Window | None = None
+        self._collections = Collections(self)
         self._step = 0
         self._began: float | None = None
         self._cpu_began = time.process_time()
@@ -176,6 +178,7 @@ class RankRecorder:
         if self._rows is None:
             self.done = True
             return
+        self._collections.begin()
         atexit.register(self.end)  # torch crashes at the end of a process in which a profiler still runs
         if self.settings.measures(place.rank, place.world_size, place.of_a_node):
             from fsdplab.recording.window import Window
@@ -196,6 +199,7 @@ class RankRecorder:
     def end(self) -> None:
         """Nothing more is recorded."""
         self.done = True
+        self._collections.end()
         atexit.unregister(self.end)
         window, rows, self._window, self._rows = self._window, self._rows, None, None
         self.model, self._round, self.taken, self._optimizers = None, Round(), Taken(), ()
