@@ -56,7 +56,7 @@ class Network(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(fault == "recompute") for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 10)
-        self.dropout = nn.Dropout(0.1 if fault == "eval-mode" else 0.0)
+        self.dropout = nn.Dropout(0.1 if fault in ("eval-mode", "same-data-dropout", "dropout") else 0.0)
         if fault == "broadcast-buffers":
             self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
 
@@ -72,17 +72,28 @@ class Network(nn.Module):
 class Samples(Dataset):
     """Random samples; a slow one sleeps, as one does that decodes an image."""
 
-    def __init__(self, size: int, slow: bool) -> None:
-        self.size, self.slow = size, slow
+    def __init__(self, size: int, fault: str) -> None:
+        self.size, self.fault = size, fault
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.slow:
+        if self.fault == "loader":
             time.sleep(0.01)
+        if self.fault == "worker-tokenises":
+            tokenised(TEXT[:1000])
         generator = torch.Generator().manual_seed(index)
         return torch.randn(TOKENS, WIDTH, generator=generator), index % 10
+
+
+TEXT = 3000 * "shard and gather "
+
+
+def tokenised(text: str) -> list[int]:
+    """The numbers of a text's words, in Python."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word.strip(".,").lower(), len(numbers)) for word in text.split()]
 
 
 # ---- the model as each engine has it
@@ -148,6 +159,13 @@ def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
     trained = model.parameters()
     if fault == "head-only":
         trained = getattr(model, "module", model).head.parameters()
+    if fault == "many-groups":
+        trained = [{"params": [parameter], "weight_decay": 0.01 * (parameter.ndim > 1)} for parameter in trained]
+    if fault == "two-groups":
+        matrices, others = [], []
+        for parameter in trained:
+            (matrices if parameter.ndim > 1 else others).append(parameter)
+        trained = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(trained, lr=1e-3, fused=fused, foreach=foreach)
 
 
@@ -176,9 +194,11 @@ class Loop:
         """All steps."""
         size = 2 * steps * self.micro_batches * self.batch
         begun_anew = self.fault == "begin-loader"
-        samples = Samples(size, self.fault == "loader")
-        part = None if self.fault == "same-data" else DistributedSampler(samples, shuffle=False)
-        data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=int(begun_anew))
+        samples = Samples(size, self.fault)
+        has_same_data = self.fault in ("same-data", "same-data-dropout")
+        part = None if has_same_data else DistributedSampler(samples, shuffle=False)
+        workers = int(self.fault in ("begin-loader", "worker-tokenises"))
+        data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=workers)
         loader = iter(data)
         torch.manual_seed(self.rank)
         self.model.train(self.fault != "eval-mode")
@@ -205,6 +225,9 @@ class Loop:
 
     def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
         """Forward and backward of one micro-batch."""
+        if self.fault == "tokenises":
+            for _ in range(24):
+                tokenised(TEXT)
         if self.fault == "fp64":
             x = x.double()
         if self.fault == "imbalance" and self.rank == 1:

@@ -357,8 +357,8 @@ def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 # ---- the rules, a cause before its consequences
 
 
-# faults that trade time for memory, or for precision: what else is wrong comes first
-CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
+# faults that trade time for memory, or for precision, or cost little: what else is wrong comes first
+CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer", "many_groups")
 
 FAULTS = (
     *TRAINS_WRONGLY,

@@ -22,8 +22,10 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `resident` | bytes that the process holds when a step ends; on a GPU those of its allocator |
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
+| `preparing` | CPU time of the loop before each forward of the profiled steps, not counted otherwise (batches.py) |
 | `backward` | calls of `Tensor.backward` |
 | `retained graph` | those of them with `retain_graph=True` |
+| `optimizer` | the host's time in `Optimizer.step` |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 

@@ -92,11 +92,7 @@ def assemble(folder: Path, exit_code: int | None = None, asked_by: int | None = 
     # with results the measured steps are whole, whatever came after
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
-    notes = [
-        *_missing(abouts),
-        *_of_ranks(mailbox, abouts),
-        *_unseen(settings, summary, spec, steps, tables),
-    ]
+    notes = [*_missing(abouts), *_of_ranks(mailbox, abouts), *_unseen(settings, summary, spec, steps, tables)]
     ended = _how_it_ended(exit_code, asked_by)
     if ended:
         notes.append(ended)
@@ -191,7 +187,23 @@ def _observed(results: Mapping[int, Row]) -> Row:
         if waits:
             mean_waits[str(rank)] = statistics.fmean(waits)
     observed: Row = _any(results).get("observed", {})
-    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits}
+    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits, **_batches(results)}
+
+
+def _batches(results: Mapping[int, Row]) -> Row:
+    """Count the profiled steps in which all of these ranks had the same batch, and how many batches these were."""
+    by_step: dict[str, list[int]] = defaultdict(list)
+    for result in results.values():
+        for step, checksum in result["batches"].items():
+            by_step[step].append(checksum)
+    of_all = [set(checksums) for checksums in by_step.values() if len(checksums) == len(results)]
+    same = [min(checksums) for checksums in of_all if len(checksums) == 1]
+    return {
+        "ranks_with_batches": len(results),
+        "steps_with_batches": len(of_all),
+        "steps_with_equal_batches": len(same),
+        "equal_batches": len(set(same)),
+    }
 
 
 def _cores_of_a_node(results: Mapping[int, Row]) -> int:
@@ -305,11 +317,7 @@ def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
 
 
 def _unseen(
-    settings: Settings,
-    summary: Summary,
-    spec: Row,
-    steps: Sequence[Row],
-    tables: Mapping[str, Sequence[Row]],
+    settings: Settings, summary: Summary, spec: Row, steps: Sequence[Row], tables: Mapping[str, Sequence[Row]]
 ) -> Iterator[str]:
     """Say what this record lacks, and why."""
     taken = 1 + max((row["step"] for row in steps), default=-1)

@@ -80,7 +80,7 @@ def _run_the_users() -> None:
 
 
 def _no_traceback_when_interrupted() -> None:
-    """Print no traceback where a signal has ended this process: the launcher says what was interrupted, once for all."""
+    """Print no traceback where a signal has ended this process: the launcher says once what was interrupted."""
     print_error = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
