@@ -142,7 +142,7 @@ FAULTS = (
     Fault("hook-barrier", "a hook waits for all ranks after each layer", ("barrier",), _both("barrier")),
     Fault("same-data", "every rank has the same data", ("same data",), _both("DistributedSampler")),
     Fault("same-data-dropout", "every rank has the same data, and dropout makes losses differ", ("same data",),
-          _both("DistributedSampler", fsdp1="DistributedSampler")),
+          _both("DistributedSampler")),
     Fault("dropout", "no fault: dropout, and each rank has data of its own", accuses=False, remedy=_both()),
     Fault("tokenises", "the loop tokenises each batch itself", ("prepares each batch",), _both("num_workers")),
     Fault("worker-tokenises", "no fault: a worker tokenises ahead", accuses=False, remedy=_both()),

@@ -154,8 +154,8 @@ def add_hook(model: nn.Module, fault: str) -> None:
 
 def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
     """AdamW, in one pass where it can: for tensors that are all sharded, or all whole."""
-    fused = fault not in ("loop-optimizer", "no-root")
-    foreach = False if fault == "loop-optimizer" else None
+    fused = fault not in ("loop-optimizer", "no-root", "many-groups")
+    foreach = {"loop-optimizer": False, "many-groups": True}.get(fault)
     trained = model.parameters()
     if fault == "head-only":
         trained = getattr(model, "module", model).head.parameters()

@@ -330,6 +330,15 @@ def test_a_wrong_training_comes_before_what_costs_time(tmp_path):
     assert [each.kind for each in faults(record)] == ["updates_nothing", "state_dict"]
 
 
+@pytest.mark.parametrize("nbytes,is_named", [(4, True), (2_000_000, False), (None, False)])
+def test_equal_batches_of_an_averaged_loss_are_named_and_those_of_a_model_that_communicates_are_not(
+    nbytes, is_named, tmp_path
+):
+    calls = [*REPLICATED, ("all_reduce", "", "forward", nbytes)]
+    kinds = [found.kind for found in faults(job(tmp_path, DDP, calls, SAME_BATCHES))]
+    assert kinds == (["same_data"] if is_named else [])
+
+
 def losing(record: RunRecord, loss: Callable[[int, int], float]) -> RunRecord:
     """The ranks have these losses, by rank and step."""
     for each in record.table("steps"):

@@ -21,6 +21,7 @@ from fsdplab.records.tables import Row
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 _REPLICATED = "torch-ddp"
 _SHARDED = ("torch-fsdp1", "torch-fsdp2")
+FIGURES_BYTES = 64  # of a collective of a few figures, such as a loss, where parts of a model are larger
 FEW_BATCHES = 3  # batches of a step that tell, by all they hold, whether ranks have the same
 IDLE_PART = 0.05  # part of the peak from which on gradients that nobody steps are worth a word
 
@@ -42,10 +43,13 @@ def _exchanges_itself(facts: StepFacts) -> bool:
     return False
 
 
-def _model_communicates(facts: StepFacts) -> bool:
-    """Whether a collective of no unit runs before the backward: a part of the model, or a loss that is averaged."""
+def _model_communicates(facts: StepFacts, more_than: int = 0) -> bool:
+    """Whether a collective of no unit and of so many bytes runs before the backward: a part of the model, or a loss
+    that is averaged.
+    """
     for row in facts.record.table("collectives"):
-        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
+        is_small = row["logical_bytes"] is not None and row["logical_bytes"] <= more_than
+        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast" and not is_small:
             return True
     return False
 
@@ -159,15 +163,18 @@ def _remade_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
 def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report ranks that have the same losses, or the same batches, in every step, in a job that shards data."""
     engine = facts.spec.get("engine")
-    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _model_communicates(facts):
-        return None
     # the ranks of a tensor-parallel group train on the same data, as they should
-    if _ranks(facts) < 2 or facts.observed.get("splits_tensors"):
+    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or facts.observed.get("splits_tensors"):
         return None
-    for equal, steps in (("losses", _steps_of_equal_losses(facts)), ("batches", _steps_of_equal_batches(facts))):
-        if steps:
-            return Fact(kind, 0.0, "step", values={"equal": equal, "steps": steps, "ranks": _ranks(facts)})
-    return None
+    if _ranks(facts) < 2 or _model_communicates(facts, more_than=FIGURES_BYTES):
+        return None
+    equal, steps = "batches", _steps_of_equal_batches(facts)
+    # losses that are averaged over the ranks are equal by themselves
+    if not steps and not _model_communicates(facts):
+        equal, steps = "losses", _steps_of_equal_losses(facts)
+    if not steps:
+        return None
+    return Fact(kind, 0.0, "step", values={"equal": equal, "steps": steps, "ranks": _ranks(facts)})
 
 
 def _steps_of_equal_losses(facts: StepFacts) -> int:
