@@ -27,14 +27,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
+ADAPTERS = ("adapters", "adapters-apart")  # of frozen blocks
 ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first")
 
 
 class Block(nn.Module):
     """Attention's products are left out: a norm and two layers are enough."""
 
-    def __init__(self, recomputes: bool) -> None:
+    def __init__(self, recomputes: bool, has_adapter: bool = False) -> None:
         super().__init__()
+        self.adapter = None
+        if has_adapter:
+            self.adapter = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False))
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.recomputes = recomputes
@@ -46,7 +50,8 @@ class Block(nn.Module):
         return x + self._inner(x)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+        computed = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return computed if self.adapter is None else computed + self.adapter(x)
 
 
 class Network(nn.Module):
@@ -54,9 +59,12 @@ class Network(nn.Module):
 
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(fault == "recompute") for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(fault == "recompute", fault in ADAPTERS) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 10)
         self.dropout = nn.Dropout(0.1 if fault in ("eval-mode", "same-data-dropout", "dropout") else 0.0)
+        if fault in ADAPTERS:
+            for name, parameter in self.blocks.named_parameters():
+                parameter.requires_grad_("adapter" in name)
         if fault == "broadcast-buffers":
             self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
 

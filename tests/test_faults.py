@@ -330,6 +330,19 @@ def test_a_wrong_training_comes_before_what_costs_time(tmp_path):
     assert [each.kind for each in faults(record)] == ["updates_nothing", "state_dict"]
 
 
+@pytest.mark.parametrize(
+    "engine,trained,is_named",
+    [("torch-fsdp1", 1000, True), ("torch-fsdp1", 60_000, False), ("torch-fsdp2", 1000, False)],
+)
+def test_reductions_of_units_that_are_mostly_frozen_are_named_where_the_engine_reduces_whole_units(
+    engine, trained, is_named, tmp_path
+):
+    elements = {"reduced_elements": 100_000, "trained_elements": trained}
+    found = faults(job(tmp_path, {**FSDP2, "engine": engine}, observed=elements))
+    assert [each.kind for each in found] == (["frozen_reduced"] if is_named else [])
+    assert not found or "7.92 MB of 8.00 MB a step are zeros (99 %)" in found[0].title
+
+
 @pytest.mark.parametrize("nbytes,is_named", [(4, True), (2_000_000, False), (None, False)])
 def test_equal_batches_of_an_averaged_loss_are_named_and_those_of_a_model_that_communicates_are_not(
     nbytes, is_named, tmp_path

@@ -79,6 +79,7 @@ class Observed:
             **self.gradients.as_report(),
             **self._optimizer(),
             **self._ddp(),
+            **self._fsdp1(),
             **self._fsdp2(),
         }
 
@@ -131,6 +132,23 @@ class Observed:
             "bucket_bytes": int(model.bucket_bytes_cap),
             "has_comm_hook": bool(getattr(model, "_comm_hooks", ())),
         }
+
+    def _fsdp1(self) -> dict[str, Any]:
+        """Count the elements of FSDP1's units in which anything is trained, and those of them that are trained: it
+        reduces the gradient of a unit as a whole.
+        """
+        reduced, trained = 0, 0
+        for part in self._model.modules():
+            flat = getattr(getattr(part, "_handle", None), "flat_param", None)
+            # with use_orig_params=False all parameters of a unit are trained, or none
+            parameters = getattr(flat, "_params", None)
+            if flat is None or not parameters:
+                continue
+            # of whole parameters, which a rank has slices of
+            of_unit = sum(numel for numel, each in zip(flat._numels, parameters) if each.requires_grad)
+            trained += of_unit
+            reduced += sum(flat._numels) if of_unit else 0
+        return {"reduced_elements": reduced, "trained_elements": trained} if reduced else {}
 
     def _fsdp2(self) -> dict[str, Any]:
         units = fsdp2_units(self._model)
