@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from fsdplab.profiling.traces.host_reads import BEFORE_FORWARD, FORWARD_BEGINS, 
 from fsdplab.recording import activities
 from fsdplab.recording.assemble import _batches, _cores_of_a_node
 from fsdplab.recording.batches import Batches
+from fsdplab.recording.garbage import Collections
 from fsdplab.recording.observed import Observed
 from fsdplab.recording.rank import Round
 from fsdplab.recording.rows import Place, Taken, resident_bytes
@@ -122,6 +124,19 @@ def test_groups_of_the_optimizer_are_counted_and_their_kinds_of_options():
     assert (report["groups"], report["kinds_of_groups"], report["parameters"]) == (4, 2, 4)
     rates = [{"params": [each], "lr": 0.1 / number} for number, each in enumerate(network.parameters(), 1)]
     assert Observed(network, [torch.optim.SGD(rates)], place).as_report("")["kinds_of_groups"] == 4
+
+
+def test_full_collections_are_noted_between_begin_and_end():
+    noted: list[int] = []
+    collections = Collections(noted.append)
+    collections.end()
+    gc.collect()
+    collections.begin()
+    gc.collect()
+    gc.collect(1)
+    collections.end()
+    gc.collect()
+    assert len(noted) == 1 and noted[0] > 0 and collections not in gc.callbacks
 
 
 # ---- batches

@@ -7,7 +7,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | name | what is counted |
 | --- | --- |
 | `evaluation` | from `eval()` or `train(False)` of the model to its `train()` |
-| `garbage_collection` | collections of the oldest generation |
+| `garbage_collection` | collections of the oldest generation (garbage.py) |
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
 | `wrapped` | models that are wrapped in DistributedDataParallel |
@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -287,7 +286,7 @@ def _bytes_of(args: tuple[Any, ...]) -> int:
     return max((each.numel() * each.element_size() for each in tensors), default=0)
 
 
-# ---- evaluations, autocast, the garbage collector
+# ---- evaluations, autocast
 
 
 def _watch_evaluations(recorder: RankRecorder) -> None:
@@ -328,32 +327,3 @@ def _watch_autocast(recorder: RankRecorder) -> None:
         return enter(self)
 
     autocast.__enter__ = noting
-
-
-class Collections:
-    """Counts full collections of Python's garbage collector between `begin` and `end`.
-
-    Python drops an exception that a signal raises in such a callback, and with it the signal, so that processes which
-    are no ranks, such as torchrun's, have none.
-    """
-
-    def __init__(self, recorder: RankRecorder) -> None:
-        self._recorder, self._began = recorder, 0
-
-    def begin(self) -> None:
-        """Be called before and after each collection from now on."""
-        gc.callbacks.append(self)
-
-    def end(self) -> None:
-        """Be called no more; nothing happens where `begin` was not called."""
-        if self in gc.callbacks:
-            gc.callbacks.remove(self)
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        # only collections of the oldest generation look at all objects, and take long
-        if info["generation"] != 2 or self._recorder.done:
-            return
-        if phase == "start":
-            self._began = time.perf_counter_ns()
-        elif self._recorder.taken.may_begin():
-            self._recorder.taken.note("garbage_collection", time.perf_counter_ns() - self._began)

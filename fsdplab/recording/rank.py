@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdplab.recording.activities import Collections
+from fsdplab.recording.garbage import Collections
 from fsdplab.recording.rows import Place, StepRows, Taken, is_main_thread, resident_bytes
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import parameters_of
@@ -51,7 +51,7 @@ class RankRecorder:
         self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
         self._window: Window | None = None
-        self._collections = Collections(self)
+        self._collections = Collections(self._collected)
         self._step = 0
         self._began: float | None = None
         self._cpu_began = time.process_time()
@@ -126,6 +126,11 @@ class RankRecorder:
             self.taken.end_evaluation(trains=True)
         elif self.taken.evaluates_since is None:
             self.taken.evaluated, self.taken.evaluates_since = module, time.perf_counter_ns()
+
+    def _collected(self, took_ns: int) -> None:
+        """Note a full collection of the garbage collector."""
+        if not self.done and self.taken.may_begin():
+            self.taken.note("garbage_collection", took_ns)
 
     def profiler_starts(self) -> None:
         """Note that the job starts a profiler of its own, beside which no other one sees anything."""
