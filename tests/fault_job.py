@@ -27,14 +27,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
+ADAPTERS = ("adapters", "adapters-apart")  # of frozen blocks
 ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first")
 
 
 class Block(nn.Module):
     """Attention's products are left out: a norm and two layers are enough."""
 
-    def __init__(self, recomputes: bool) -> None:
+    def __init__(self, recomputes: bool, has_adapter: bool = False) -> None:
         super().__init__()
+        self.adapter = None
+        if has_adapter:
+            self.adapter = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False))
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.recomputes = recomputes
@@ -46,7 +50,8 @@ class Block(nn.Module):
         return x + self._inner(x)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+        computed = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return computed if self.adapter is None else computed + self.adapter(x)
 
 
 class Network(nn.Module):
@@ -54,9 +59,12 @@ class Network(nn.Module):
 
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(fault == "recompute") for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(fault == "recompute", fault in ADAPTERS) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 10)
-        self.dropout = nn.Dropout(0.1 if fault == "eval-mode" else 0.0)
+        self.dropout = nn.Dropout(0.1 if fault in ("eval-mode", "same-data-dropout", "dropout") else 0.0)
+        if fault in ADAPTERS:
+            for name, parameter in self.blocks.named_parameters():
+                parameter.requires_grad_("adapter" in name)
         if fault == "broadcast-buffers":
             self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
 
@@ -72,17 +80,28 @@ class Network(nn.Module):
 class Samples(Dataset):
     """Random samples; a slow one sleeps, as one does that decodes an image."""
 
-    def __init__(self, size: int, slow: bool) -> None:
-        self.size, self.slow = size, slow
+    def __init__(self, size: int, fault: str) -> None:
+        self.size, self.fault = size, fault
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.slow:
+        if self.fault == "loader":
             time.sleep(0.01)
+        if self.fault == "worker-tokenises":
+            tokenised(TEXT[:1000])
         generator = torch.Generator().manual_seed(index)
         return torch.randn(TOKENS, WIDTH, generator=generator), index % 10
+
+
+TEXT = 3000 * "shard and gather "
+
+
+def tokenised(text: str) -> list[int]:
+    """The numbers of a text's words, in Python."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(word.strip(".,").lower(), len(numbers)) for word in text.split()]
 
 
 # ---- the model as each engine has it
@@ -143,11 +162,18 @@ def add_hook(model: nn.Module, fault: str) -> None:
 
 def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
     """AdamW, in one pass where it can: for tensors that are all sharded, or all whole."""
-    fused = fault not in ("loop-optimizer", "no-root")
-    foreach = False if fault == "loop-optimizer" else None
+    fused = fault not in ("loop-optimizer", "no-root", "many-groups")
+    foreach = {"loop-optimizer": False, "many-groups": True}.get(fault)
     trained = model.parameters()
     if fault == "head-only":
         trained = getattr(model, "module", model).head.parameters()
+    if fault == "many-groups":
+        trained = [{"params": [parameter], "weight_decay": 0.01 * (parameter.ndim > 1)} for parameter in trained]
+    if fault == "two-groups":
+        matrices, others = [], []
+        for parameter in trained:
+            (matrices if parameter.ndim > 1 else others).append(parameter)
+        trained = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(trained, lr=1e-3, fused=fused, foreach=foreach)
 
 
@@ -176,9 +202,11 @@ class Loop:
         """All steps."""
         size = 2 * steps * self.micro_batches * self.batch
         begun_anew = self.fault == "begin-loader"
-        samples = Samples(size, self.fault == "loader")
-        part = None if self.fault == "same-data" else DistributedSampler(samples, shuffle=False)
-        data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=int(begun_anew))
+        samples = Samples(size, self.fault)
+        has_same_data = self.fault in ("same-data", "same-data-dropout")
+        part = None if has_same_data else DistributedSampler(samples, shuffle=False)
+        workers = int(self.fault in ("begin-loader", "worker-tokenises"))
+        data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=workers)
         loader = iter(data)
         torch.manual_seed(self.rank)
         self.model.train(self.fault != "eval-mode")
@@ -205,6 +233,9 @@ class Loop:
 
     def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
         """Forward and backward of one micro-batch."""
+        if self.fault == "tokenises":
+            for _ in range(24):
+                tokenised(TEXT)
         if self.fault == "fp64":
             x = x.double()
         if self.fault == "imbalance" and self.rank == 1:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +18,11 @@ from torch.profiler import profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from fsdplab.profiling import analyse_trace
+from fsdplab.profiling.traces.host_reads import BEFORE_FORWARD, FORWARD_BEGINS, LOOP_GOES_ON
 from fsdplab.recording import activities
-from fsdplab.recording.assemble import _cores_of_a_node
+from fsdplab.recording.assemble import _batches, _cores_of_a_node
+from fsdplab.recording.batches import Batches
+from fsdplab.recording.garbage import Collections
 from fsdplab.recording.observed import Observed
 from fsdplab.recording.rank import Round
 from fsdplab.recording.rows import Place, Taken, resident_bytes
@@ -109,6 +115,129 @@ def test_an_optimizer_that_is_told_to_loop_is_told_from_one_that_does_so_by_defa
         "default": (True, False),
         "fused": (False, False),
     }
+
+
+def test_groups_of_the_optimizer_are_counted_and_their_kinds_of_options():
+    network, place = model(), Place(0, 1, 1, CPU)
+    groups = [{"params": [each], "weight_decay": 0.1 * (each.ndim > 1)} for each in network.parameters()]
+    report = Observed(network, [torch.optim.AdamW(groups, fused=True)], place).as_report("")
+    assert (report["groups"], report["kinds_of_groups"], report["parameters"]) == (4, 2, 4)
+    rates = [{"params": [each], "lr": 0.1 / number} for number, each in enumerate(network.parameters(), 1)]
+    assert Observed(network, [torch.optim.SGD(rates)], place).as_report("")["kinds_of_groups"] == 4
+
+
+def test_full_collections_are_noted_between_begin_and_end():
+    noted: list[int] = []
+    collections = Collections(noted.append)
+    collections.end()
+    gc.collect()
+    collections.begin()
+    gc.collect()
+    gc.collect(1)
+    collections.end()
+    gc.collect()
+    assert len(noted) == 1 and noted[0] > 0 and collections not in gc.callbacks
+
+
+# ---- batches
+
+
+def busy(seconds: float) -> None:
+    """Work in Python for so much CPU time."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_work_before_a_forward_is_preparing_and_waiting_is_not():
+    network, taken = model(), Taken()
+    batches = Batches(network)
+
+    def prepared_ms(prepare: Any) -> float:
+        taken.activities.clear()
+        batches.loop_goes_on(taken, 0)
+        prepare()
+        network(torch.randn(4, 8))
+        _, took_ns, _ = taken.activities.get("preparing", (0, 0, 0))
+        return took_ns / 1e6
+
+    def is_counted_already() -> None:
+        began = time.perf_counter_ns()
+        busy(0.02)
+        taken.note("saving", time.perf_counter_ns() - began)
+
+    def is_an_evaluation() -> None:
+        with torch.no_grad():
+            network(torch.randn(4, 8))
+
+    assert prepared_ms(lambda: busy(0.02)) >= 20
+    for prepare in (lambda: None, lambda: time.sleep(0.02), is_counted_already, is_an_evaluation):
+        assert prepared_ms(prepare) < 10
+    # of two forwards in a row the first one has the batch
+    batches.loop_goes_on(taken, 0)
+    taken.activities.clear()
+    network(torch.randn(4, 8))
+    busy(0.02)
+    network(torch.randn(4, 8))
+    assert taken.activities["preparing"][0] == 1 and taken.activities["preparing"][1] < 10_000_000
+    batches.end()
+    assert not network._forward_pre_hooks
+
+
+def test_a_checksum_tells_batches_apart_by_all_of_their_tensors():
+    def checksums(*steps: Any) -> dict[int, int]:
+        network = nn.Identity()
+        batches = Batches(network)
+        for step, args in enumerate(steps):
+            batches.loop_goes_on(Taken(), step)
+            network(args)
+        batches.end()
+        return batches.checksums()
+
+    x, y = torch.randint(1000, (64, 128)), torch.randn(16).bfloat16()
+    same = checksums(({"ids": x}, y), ({"ids": x.clone()}, y.clone()))
+    assert same[0] == same[1]
+    other = y.clone()
+    other[3] += 1
+    assert checksums((x, other))[0] != checksums((x, y))[0]
+    with torch.no_grad():
+        assert checksums((x, y)) == {}, "an evaluation"
+    # one buffer for all batches
+    kept = torch.zeros(8)
+    batches = Batches(network := nn.Identity())
+    for step in range(2):
+        batches.loop_goes_on(Taken(), step)
+        network(kept.fill_(step))
+    assert len(set(batches.checksums().values())) == 2
+
+
+def test_steps_in_which_all_ranks_have_the_same_batch_are_counted():
+    def of_ranks(*batches: dict[str, int]) -> dict[str, int]:
+        return _batches({rank: {"batches": batch} for rank, batch in enumerate(batches)})
+
+    counted = of_ranks({"8": 1, "9": 2, "10": 2}, {"8": 1, "9": 2, "10": 2, "11": 5})
+    assert list(counted.values()) == [2, 3, 3, 2]
+    assert list(of_ranks({"8": 1, "9": 2}, {"8": 1, "9": 3}).values()) == [2, 2, 1, 1]
+
+
+def test_operators_before_a_forward_are_left_out_of_the_trace(tmp_path):
+    def event(name: str, category: str, begin: int, end: int) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": category, "pid": 1, "tid": 1, "ts": begin, "dur": end - begin}
+
+    events = [
+        event("ProfilerStep#3", "user_annotation", 0, 1000),
+        event(LOOP_GOES_ON, "user_annotation", 5, 6),
+        event("aten::lerp_", "cpu_op", 100, 300),  # an average of the weights
+        event(LOOP_GOES_ON, "user_annotation", 400, 401),  # the loader's batch is there
+        event("aten::to", "cpu_op", 450, 460),
+        event(FORWARD_BEGINS, "user_annotation", 600, 601),
+        event("aten::mm", "cpu_op", 610, 700),
+        event(FORWARD_BEGINS, "user_annotation", 800, 801),  # a second forward of the same batch
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (row,) = [row for row in analyse_trace(path).rows("activities") if row["name"] == BEFORE_FORWARD]
+    assert (row["step"], row["count"], row["took_ns"]) == (3, 2, 190_000)
 
 
 def test_what_a_process_holds_is_read():

@@ -33,6 +33,9 @@ ONCE = (1, 30 * MS, 0)
 NO_MODEL = {"updates_nothing": True, "has_model": False}
 OUTSIDE = {"outside_parameters": 3, "outside_bytes": 4_000_000}
 IDLE = {"idle_gradient_bytes": 8_000_000}
+PREPARED = {"preparing": (1, 35 * MS, 0), "before a forward": (1, 32 * MS, 0)}
+GROUPS = {"groups": 26, "kinds_of_groups": 2}
+SAME_BATCHES = {"ranks_with_batches": 2, "steps_with_batches": 8, "steps_with_equal_batches": 8, "equal_batches": 8}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
 SHARDED: list[Call] = [
@@ -168,6 +171,10 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("remade_optimizer", "(AdamW) is made anew", "once, before the loop", {"optimizer made": (1, 0, 0)}),
         ("never_zeroed", "never set to zero", "zero_grad()", {"observed": {**KEPT, "never_zeroed": True}}),
         ("not_stepped", "Gradients of 8.00 MB", "requires_grad_(False)", {"observed": IDLE}),
+        ("preparing", "works before its forward", "num_workers", PREPARED),
+        ("preparing", "prepares each batch itself", "collate_fn", {**PREPARED, "loading": (1, MS, 0)}),
+        ("many_groups", "26 groups of parameters", "one group", {"observed": GROUPS, "optimizer": (1, 4 * MS, 0)}),
+        ("same_data", "their batches are equal in each of 8", "DistributedSampler", {"observed": SAME_BATCHES}),
         ("bound_together", "bound to 1 core of the machine's 8", "taskset", {"observed": BOUND}),
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
@@ -229,6 +236,16 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
     {"to numpy": (2, MS, 0)}, {"read": (4, MS, 0), "backward": (1, 30 * MS, 0)},
     {"read": (7, MS, 0), "backward": (4, 30 * MS, 0)},  # the recording reads four losses
     {"resident": (1, 0, 500_000_000)},
+    {**PREPARED, "preparing": (1, 9 * MS, 0)},  # the main thread slept, or other threads worked
+    {**PREPARED, "before a forward": (1, 9 * MS, 0)},  # operators ran meanwhile: an average of the weights
+    {"preparing": (1, 35 * MS, 0)},  # a record without marks in its trace
+    {"observed": GROUPS, "optimizer": (1, MS, 0)},  # the groups cost nothing
+    {"observed": GROUPS | {"kinds_of_groups": 26}, "optimizer": (1, 4 * MS, 0)},  # a learning rate of its own for each
+    {"observed": {"groups": 2, "kinds_of_groups": 2}, "optimizer": (1, 4 * MS, 0)},
+    {"observed": SAME_BATCHES | {"steps_with_equal_batches": 7}},
+    {"observed": SAME_BATCHES | {"equal_batches": 1}},  # one graph, which every rank has as a whole
+    {"observed": SAME_BATCHES | {"ranks_with_batches": 1}},
+    {"observed": SAME_BATCHES | {"splits_tensors": True}},  # tensor parallelism
 ])  # fmt: skip
 def test_a_near_miss_is_no_fault(given, tmp_path):
     assert faults(job(tmp_path, **given)) == []
@@ -254,6 +271,20 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
 )
 def test_what_looks_like_a_wrong_training_is_no_fault(spec, given, tmp_path):
     assert [each.title for each in faults(job(tmp_path, spec, **{"calls": SHARDED, **given}))] == []
+
+
+def test_a_batch_that_one_rank_alone_prepares_or_a_few_steps_do_is_not_the_loops(tmp_path):
+    for is_prepared in (lambda row: row["rank"] == 0, lambda row: row["step"] % 2):
+        record = job(tmp_path, **PREPARED)
+        rows = record.table("activities")
+        rows[:] = [row for row in rows if row["name"] not in PREPARED or is_prepared(row)]
+        assert faults(record) == []
+
+
+def test_idle_time_in_which_the_loop_prepares_its_batch_has_a_known_reason(tmp_path):
+    titles = [found.title for found in findings(job(tmp_path, **PREPARED))]
+    assert "32.0 ms" in titles[0] or "28.0 ms" in titles[0]
+    assert not any("the reason is unknown" in title for title in titles)
 
 
 def test_parameters_outside_of_units_may_be_reduced_by_the_loop(tmp_path):
@@ -297,6 +328,28 @@ def test_gradients_that_a_loop_reduces_one_by_one_are_named(tmp_path):
 def test_a_wrong_training_comes_before_what_costs_time(tmp_path):
     record = job(tmp_path, observed=NOTHING, saving=(1, 50 * MS, 0), backward=ONCE)
     assert [each.kind for each in faults(record)] == ["updates_nothing", "state_dict"]
+
+
+@pytest.mark.parametrize(
+    "engine,trained,is_named",
+    [("torch-fsdp1", 1000, True), ("torch-fsdp1", 60_000, False), ("torch-fsdp2", 1000, False)],
+)
+def test_reductions_of_units_that_are_mostly_frozen_are_named_where_the_engine_reduces_whole_units(
+    engine, trained, is_named, tmp_path
+):
+    elements = {"reduced_elements": 100_000, "trained_elements": trained}
+    found = faults(job(tmp_path, {**FSDP2, "engine": engine}, observed=elements))
+    assert [each.kind for each in found] == (["frozen_reduced"] if is_named else [])
+    assert not found or "7.92 MB of 8.00 MB a step are zeros (99 %)" in found[0].title
+
+
+@pytest.mark.parametrize("nbytes,is_named", [(4, True), (2_000_000, False), (None, False)])
+def test_equal_batches_of_an_averaged_loss_are_named_and_those_of_a_model_that_communicates_are_not(
+    nbytes, is_named, tmp_path
+):
+    calls = [*REPLICATED, ("all_reduce", "", "forward", nbytes)]
+    kinds = [found.kind for found in faults(job(tmp_path, DDP, calls, SAME_BATCHES))]
+    assert kinds == (["same_data"] if is_named else [])
 
 
 def losing(record: RunRecord, loss: Callable[[int, int], float]) -> RunRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from fsdplab import Recorder, open_record
 from fsdplab.profiling.findings import findings
 from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _LAB, _OF_AN_ENGINE, words_of
 from fsdplab.recording.assemble import NothingRecorded
+from fsdplab.recording.launch import _job_end
 from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
@@ -332,7 +335,7 @@ from fsdplab.recording.settings import Settings
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 settings = Settings(sys.argv[1], 10, 13, job="job")
 prepare(settings)
-sys.exit(run_job([sys.executable, "-c", sys.argv[2]], settings))
+sys.exit(run_job([sys.executable, "-c", sys.argv[2]], settings).code)
 """
 OF_ITS_OWN_MIND = """
 import signal, sys
@@ -352,6 +355,73 @@ def test_a_signal_that_is_ignored_as_by_nohup_is_not_passed_on(tmp_path):
         launcher.send_signal(which)
     launcher.communicate(timeout=100)
     assert launcher.returncode == 7
+
+
+COUNTS_SIGNALS = """
+import signal, sys, time
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+print("ready", flush=True)
+while not asked:
+    time.sleep(0.01)
+time.sleep(0.3)
+sys.exit(10 + len(asked))
+"""
+
+
+def test_a_signal_to_the_whole_group_reaches_a_job_without_a_terminal_once(tmp_path):
+    """torchrun begins to shut its workers down at the first, and a second one interrupts that."""
+    command = [sys.executable, "-c", UNDER_NOHUP, str(tmp_path / "out"), COUNTS_SIGNALS]
+    launcher = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True, stdin=subprocess.DEVNULL
+    )
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=100)
+    assert launcher.returncode == 11
+
+
+NEVER_STEPS = "import time; print('ready', flush=True); time.sleep(100)"
+
+
+def test_ctrl_c_in_a_terminal_before_the_first_step_is_one_sentence(tmp_path):
+    terminal, its_end = os.openpty()
+
+    def take_the_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-m", "fsdplab", "record", "--out", "out", "--", sys.executable, "-c", NEVER_STEPS]
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdin=its_end, stdout=its_end, stderr=its_end,
+        start_new_session=True, preexec_fn=take_the_terminal,
+    )  # fmt: skip
+    os.close(its_end)
+    printed = b""
+    while True:
+        try:
+            printed += os.read(terminal, 4096)
+        except OSError:  # nobody has its other end any more
+            break
+        if printed.endswith(b"ready\r\n"):
+            os.write(terminal, b"\x03")
+    os.close(terminal)
+    assert launcher.wait(timeout=100) == 128 + signal.SIGINT
+    _, _, after = printed.decode().partition("^C")
+    (line,) = after.splitlines()
+    assert line.startswith("fsdplab: the job python") and "interrupted by Ctrl-C before it had finished" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "code,asked_by,ended",
+    [
+        (0, None, (0, None)), (7, None, (7, None)), (1, None, (1, None)), (-9, None, (137, None)),
+        # torchrun ends with 1 after a signal, Python by SIGINT itself; 0 and 7 are what a job chose
+        (1, 2, (130, 2)), (-2, 2, (130, 2)), (1, 15, (143, 15)), (0, 2, (0, None)), (7, 15, (7, 15)),
+    ],
+)  # fmt: skip
+def test_a_job_that_was_asked_to_end_has_the_signals_exit_code(code, asked_by, ended):
+    assert _job_end(code, asked_by) == ended
 
 
 # ---- what the recording must not do

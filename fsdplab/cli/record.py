@@ -35,15 +35,15 @@ def record_job(
         return 0
     prepare(settings, outputs.force)
     try:
-        code = run_job(command, settings)
+        ended = run_job(command, settings)
         sys.stdout.flush()
         # ranks of other nodes may end a little later
         wait_for_ranks(out)
-        record = assemble(out, code)
+        record = assemble(out, ended.code, ended.asked_by)
     except NothingRecorded as nothing:
         print(f"fsdplab: {nothing}", file=sys.stderr)
         clear(settings)
-        return code
+        return ended.code
     except RecordingError:
         clear(settings)
         raise
@@ -51,7 +51,7 @@ def record_job(
         release_folder(out)
     outputs.give(answer_of_runs([record], None, outputs))
     outputs.show([recorded_in(out)])
-    return code
+    return ended.code
 
 
 def _name(command: Sequence[str]) -> str:

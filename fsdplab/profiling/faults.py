@@ -29,6 +29,7 @@ SMALL_PART = 1 / 3  # part of an engine's collectives that may be small
 BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's default is 25 MiB
 USUAL_BUCKET = 25 * 2**20
 FIRST_BUCKET = 2**20  # PyTorch's first bucket is of 1 MiB, so that its all-reduce begins early
+LITTLE_TRAINED = 0.5  # part of the elements of units that are reduced, from which on most of them are trained
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
 # what a loss may need of other ranks, where reductions and broadcasts in a loop are of figures, flags or weights
@@ -214,6 +215,22 @@ def _reduced_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, cost or reduced.seconds, "exposed" if cost else "step", rank=reduced.rank, values=values)
 
 
+def _frozen_reduced(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Claim the reductions of FSDP1's units in which little is trained: it reduces frozen parameters' zeros too."""
+    reduced = facts.observed.get("reduced_elements") or 0
+    trained = facts.observed.get("trained_elements") or 0
+    if facts.spec.get("engine") != "torch-fsdp1" or not reduced or trained > LITTLE_TRAINED * reduced:
+        return None
+    rows = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
+    sent = sum(row["logical_bytes"] for row in rows)
+    if not sent:
+        return None
+    needless = 1 - trained / reduced
+    cost = _exposed(left, lambda cell: cell.kind in REDUCTIONS and cell.phase != "optimizer", needless)
+    values = {"sent": size(sent), "zeros": size(needless * sent), "part": percent(needless)}
+    return Fact(kind, cost, values=values)
+
+
 def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim an engine's collectives where many are so small that latency is all of them."""
     rows = [row for row in _of_engine(facts) if row["unit"]]
@@ -357,8 +374,8 @@ def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 # ---- the rules, a cause before its consequences
 
 
-# faults that trade time for memory, or for precision: what else is wrong comes first
-CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
+# faults that trade time for memory, or for precision, or cost little: what else is wrong comes first
+CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer", "many_groups")
 
 FAULTS = (
     *TRAINS_WRONGLY,
@@ -387,6 +404,16 @@ FAULTS = (
         "Backward runs {times} times before the optimizer steps, and {more} of the reductions add nothing that the"
         " last one would not.",
         "{reduce_once}",
+    ),
+    fault_rule(
+        "frozen_reduced",
+        _frozen_reduced,
+        "Gradients of frozen parameters are reduced with those of trained ones: {zeros} of {sent} a step are zeros"
+        " ({part})",
+        "FullyShardedDataParallel holds the gradient of a unit as one tensor, and reduces it as a whole.",
+        "Make units of what is trained, apart from what is frozen: an auto_wrap_policy (lambda_auto_wrap_policy) that"
+        " wraps modules whose parameters require gradients; or take fully_shard, which reduces these alone.",
+        unless=["not_stepped"],
     ),
     fault_rule(
         "one_unit",

@@ -15,6 +15,7 @@ from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.rules import WORTH_SAYING, Fact, Rule, fault_rule
 from fsdplab.profiling.step_facts import Activity, StepFacts, Unclaimed, ahead, beside, by_rank
+from fsdplab.profiling.traces.host_reads import BEFORE_FORWARD, PREPARING
 
 REGULAR = 0.5  # part of the steps from which on something is done in each step
 MANY = 8  # calls, collectives or parameters below which nothing is called many
@@ -24,7 +25,8 @@ MANY_FORWARDS = 4  # of a model for each backward; a contrastive loss or one of 
 MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
 NEARLY_ALL = 0.75  # part of the steps in which it has
-LOADING = 0.1  # part of a step that the loader may take
+LOADING = 0.1  # part of a step that the loader may take, or the loop for preparing a batch
+PREPARING_S = 0.003  # seconds that it may take in any case: a trainer's own callbacks take as long
 DROPPED = 0.2  # part of a step's nodes of graphs, and of their time, that no backward uses: then a forward is dropped
 GROWING = 0.9  # part of the steps in which memory grows
 GROWN = 0.02  # part of the peak by which it has grown in all
@@ -291,6 +293,47 @@ def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, min(loading.seconds, facts.step_s), "step")
 
 
+def _preparing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report that the loop of every rank works before its forward while nothing computes, in nearly all steps."""
+    busy = _of_profiled_steps(facts, PREPARING)
+    alone = _of_profiled_steps(facts, BEFORE_FORWARD)
+    # on a machine with too few cores all work takes longer by the clock than by CPU time, and the step does too
+    share = facts.record.summary.cpu_share or 1.0
+    long_enough = max(PREPARING_S, LOADING * facts.step_s)
+    usually = []
+    for rank in {rank for rank, _ in facts.compute_s}:
+        took, stretched = [], []
+        for step in facts.steps:
+            # operators may run meanwhile, as for an average of the weights
+            cpu_s, alone_s = busy.get((rank, step), 0.0), alone.get((rank, step), 0.0)
+            took.append(min(cpu_s, alone_s))
+            stretched.append(min(cpu_s / share, alone_s))
+        # of 8 steps the third shortest: 6 of them are at least as long
+        if sorted(stretched)[int((1 - NEARLY_ALL) * len(stretched))] < long_enough:
+            return None
+        usually.append(statistics.median(took))
+    cost = min(*usually, facts.other_s)
+    if cost < max(PREPARING_S, share * LOADING * facts.step_s):
+        return None
+    has_loader = in_most_steps(facts, "loading") is not None
+    what = "The loop prepares each batch itself, which takes" if has_loader else _WITHOUT_LOADER
+    since = "the loader's batch is there" if has_loader else "the optimizer's step has ended"
+    return Fact(kind, cost, "step", values={"what": what, "since": since})
+
+
+def _of_profiled_steps(facts: StepFacts, name: str) -> dict[tuple[int, int], float]:
+    """Seconds of an activity by rank and profiled step."""
+    seconds_of = {}
+    for row in facts.record.table("activities"):
+        if row["name"] == name:
+            seconds_of[row["rank"], row["step"]] = row["took_ns"] / 1e9
+    return seconds_of
+
+
+# without a loader other work of the loop's, such as a log, lies between the same two instants
+_WITHOUT_LOADER = "The loop works before its forward, as it does where it prepares each batch itself, which takes"
+
+
 def _retained_graphs(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report graphs that are retained after every backward of a step, so after the last one too."""
     retained = in_most_steps(facts, "retained graph")
@@ -316,6 +359,16 @@ LOOP_FAULTS = (
         "Loading data takes {seconds} of a step of {step_s} ({share})",
         "Nothing computes meanwhile: the loop waits for its next batch.",
         "Load while the step computes. {loader}",
+        unless=["slow_loading", "loader_begun"],
+    ),
+    fault_rule(
+        "preparing",
+        _preparing,
+        "{what} {seconds} of a step of {step_s} ({share})",
+        "The main thread is busy from when {since} until the forward, and nothing computes meanwhile: tokenising,"
+        " decoding, augmenting or collating in the loop, or a log in Python.",
+        "Do it in the Dataset's __getitem__ or the loader's collate_fn, which workers run ahead of the loop,"
+        " DataLoader(..., num_workers=4); or prepare the data once, before training.",
         unless=["slow_loading", "loader_begun"],
     ),
     fault_rule(

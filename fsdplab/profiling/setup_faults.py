@@ -5,6 +5,8 @@ Each is read once, around the step whose memory is measured (recording/observed.
 
 from __future__ import annotations
 
+import statistics
+
 from fsdplab.common.sizes import percent, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.loop_faults import MANY, in_most_steps
@@ -26,6 +28,27 @@ def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | N
         return None
     values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
     return Fact(kind, optimizer.seconds, "step", values=values)
+
+
+def _many_groups(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report an optimizer that has about a group for each parameter, though most groups have the same options."""
+    parameters = facts.observed.get("parameters") or 0
+    groups = facts.observed.get("groups") or 0
+    kinds = facts.observed.get("kinds_of_groups") or 0
+    # an optimizer that steps one tensor after the other takes as long in one group
+    if facts.observed.get("optimizer_loops"):
+        return None
+    # groups of many parameters are stepped at once, and those with options of their own are needed
+    if groups < max(MANY, 0.5 * parameters) or 2 * kinds > groups:
+        return None
+    # the host's time, since launching the many small kernels takes longer than they do; the median, as a few of these
+    # steps are profiled
+    took_ns = [row["took_ns"] for row in facts.record.table("activities") if row["name"] == "optimizer"]
+    took_s = statistics.median(took_ns) / 1e9 if took_ns else 0.0
+    if took_s < SLOW_OPTIMIZER * facts.step_s:
+        return None
+    values = {"groups": groups, "parameters": parameters, "kinds": plural(kinds, "group")}
+    return Fact(kind, took_s, "step", values=values)
 
 
 def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -97,6 +120,16 @@ SETUP_FAULTS = (
         "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
         "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
         "torch.optim.{optimizer}(..., fused=True), or foreach=True.",
+    ),
+    fault_rule(
+        "many_groups",
+        _many_groups,
+        "The optimizer has {groups} groups of parameters for {parameters} parameters, and takes {seconds} of each step"
+        " ({share}): it steps one group after the other",
+        "Kernels that step many tensors at once (fused, foreach) do so within a group; by their options {kinds} would"
+        " do.",
+        "Put all parameters with the same options into one group, as {{'params': [...], 'weight_decay': 0.1}}: two are"
+        " usual, with weight decay and without.",
     ),
     fault_rule(
         "recomputed",

@@ -21,6 +21,8 @@ from fsdplab.records.tables import Row
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 _REPLICATED = "torch-ddp"
 _SHARDED = ("torch-fsdp1", "torch-fsdp2")
+FIGURES_BYTES = 64  # of a collective of a few figures, such as a loss, where parts of a model are larger
+FEW_BATCHES = 3  # batches of a step that tell, by all they hold, whether ranks have the same
 IDLE_PART = 0.05  # part of the peak from which on gradients that nobody steps are worth a word
 
 
@@ -41,10 +43,13 @@ def _exchanges_itself(facts: StepFacts) -> bool:
     return False
 
 
-def _model_communicates(facts: StepFacts) -> bool:
-    """Whether a collective of no unit runs before the backward: a part of the model, or a loss that is averaged."""
+def _model_communicates(facts: StepFacts, more_than: int = 0) -> bool:
+    """Whether a collective of no unit and of so many bytes runs before the backward: a part of the model, or a loss
+    that is averaged.
+    """
     for row in facts.record.table("collectives"):
-        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast":
+        is_small = row["logical_bytes"] is not None and row["logical_bytes"] <= more_than
+        if not row["unit"] and row["phase"] == "forward" and row["kind"] != "broadcast" and not is_small:
             return True
     return False
 
@@ -156,10 +161,24 @@ def _remade_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
 
 
 def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report ranks whose losses are the same number in every step, in a job that shards data."""
+    """Report ranks that have the same losses, or the same batches, in every step, in a job that shards data."""
     engine = facts.spec.get("engine")
-    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or _model_communicates(facts):
+    # the ranks of a tensor-parallel group train on the same data, as they should
+    if not facts.spec.get("job") or engine not in (_REPLICATED, *_SHARDED) or facts.observed.get("splits_tensors"):
         return None
+    if _ranks(facts) < 2 or _model_communicates(facts, more_than=FIGURES_BYTES):
+        return None
+    equal, steps = "batches", _steps_of_equal_batches(facts)
+    # losses that are averaged over the ranks are equal by themselves
+    if not steps and not _model_communicates(facts):
+        equal, steps = "losses", _steps_of_equal_losses(facts)
+    if not steps:
+        return None
+    return Fact(kind, 0.0, "step", values={"equal": equal, "steps": steps, "ranks": _ranks(facts)})
+
+
+def _steps_of_equal_losses(facts: StepFacts) -> int:
+    """The steps of the job if the losses of all its ranks are the same number in each of them; else 0."""
     losses_of_step = []
     for _, rows in grouped(facts.record.table("steps"), itemgetter("step")).items():
         losses = [row["loss"] for row in rows]
@@ -167,11 +186,25 @@ def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
             losses_of_step.append(set(losses))
     # a loss that never changes is the same on all ranks by itself
     different = {loss for losses in losses_of_step for loss in losses}
-    if _ranks(facts) < 2 or len(losses_of_step) < MANY or len(different) < MANY:
-        return None
+    if len(losses_of_step) < MANY or len(different) < MANY:
+        return 0
     if any(len(losses) > 1 for losses in losses_of_step):
-        return None
-    return Fact(kind, 0.0, "step", values={"steps": len(losses_of_step), "ranks": _ranks(facts)})
+        return 0
+    return len(losses_of_step)
+
+
+def _steps_of_equal_batches(facts: StepFacts) -> int:
+    """The profiled steps if all ranks had the same batch in each of them, and not always the same one; else 0.
+
+    With dropout, losses of the same batch differ.
+    """
+    observed = facts.observed
+    steps = observed.get("steps_with_batches") or 0
+    # of a graph that every rank has as a whole, the batch is always the same
+    different = observed.get("equal_batches") or 0
+    if observed.get("ranks_with_batches") != _ranks(facts) or min(steps, different) < FEW_BATCHES:
+        return 0
+    return steps if observed.get("steps_with_equal_batches") == steps else 0
 
 
 # these come before all others: they change what is trained
@@ -228,7 +261,7 @@ TRAINS_WRONGLY = (
     fault_rule(
         "same_data",
         _same_data,
-        "All {ranks} ranks train on the same data: their losses are equal in each of {steps} steps",
+        "All {ranks} ranks train on the same data: their {equal} are equal in each of {steps} steps",
         "The average of equal gradients is each of them, so further ranks add nothing.",
         "Give each rank its own part: DataLoader(..., sampler=DistributedSampler(dataset)), or a seed with the rank in"
         " it.",

@@ -7,7 +7,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | name | what is counted |
 | --- | --- |
 | `evaluation` | from `eval()` or `train(False)` of the model to its `train()` |
-| `garbage_collection` | collections of the oldest generation |
+| `garbage_collection` | collections of the oldest generation (garbage.py) |
 | `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
 | `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
 | `wrapped` | models that are wrapped in DistributedDataParallel |
@@ -22,8 +22,10 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `resident` | bytes that the process holds when a step ends; on a GPU those of its allocator |
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
+| `preparing` | CPU time of the loop before each forward of the profiled steps, not counted otherwise (batches.py) |
 | `backward` | calls of `Tensor.backward` |
 | `retained graph` | those of them with `retain_graph=True` |
+| `optimizer` | the host's time in `Optimizer.step` |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 
@@ -34,7 +36,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -91,7 +92,6 @@ def watch(recorder: RankRecorder) -> None:
     _watch_collectives(recorder)
     _watch_evaluations(recorder)
     _watch_autocast(recorder)
-    gc.callbacks.append(_Collections(recorder))
 
 
 def watch_recomputation(module: Any, recorder: RankRecorder) -> None:
@@ -286,7 +286,7 @@ def _bytes_of(args: tuple[Any, ...]) -> int:
     return max((each.numel() * each.element_size() for each in tensors), default=0)
 
 
-# ---- evaluations, autocast, the garbage collector
+# ---- evaluations, autocast
 
 
 def _watch_evaluations(recorder: RankRecorder) -> None:
@@ -327,19 +327,3 @@ def _watch_autocast(recorder: RankRecorder) -> None:
         return enter(self)
 
     autocast.__enter__ = noting
-
-
-class _Collections:
-    """Called by Python's garbage collector before and after a collection."""
-
-    def __init__(self, recorder: RankRecorder) -> None:
-        self._recorder, self._began = recorder, 0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        # only collections of the oldest generation look at all objects, and take long
-        if info["generation"] != 2 or self._recorder.done:
-            return
-        if phase == "start":
-            self._began = time.perf_counter_ns()
-        elif self._recorder.taken.may_begin():
-            self._recorder.taken.note("garbage_collection", time.perf_counter_ns() - self._began)

@@ -4,6 +4,7 @@ folder of a job whose launcher is gone.
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import is_locked
+from fsdplab.common.processes import name_of
 from fsdplab.common.words import plural
 from fsdplab.profiling.traces.skew import sent_per_step
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
@@ -66,16 +68,17 @@ def has_parts(folder: Path) -> bool:
     return not (folder / "run.json").exists() and (folder / "ranks" / FILE).exists()
 
 
-def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
+def assemble(folder: Path, exit_code: int | None = None, asked_by: int | None = None) -> RunRecord:
     """Make the record of what ranks left in `folder`, and save it; NothingRecorded where no rank took a step.
 
-    `exit_code`: the job's, None where it is not known. A job that ended badly after its measured steps is finished.
+    `exit_code`: the job's, None where it is not known; `asked_by`: the signal by which it was asked to end. A job that
+    ended badly after its measured steps is finished.
     """
     mailbox = Mailbox(folder / "ranks")
     settings = Settings.read((mailbox.folder / FILE).read_text())
     abouts = mailbox.reports("about")
     if not abouts:
-        raise NothingRecorded(NOTHING)
+        raise NothingRecorded(NOTHING if asked_by is None else _interrupted_early(asked_by, settings))
     # the rows of steps; what a rank did in them besides training becomes rows of another table
     steps = _steps(mailbox, abouts)
     activities = _activities(steps)
@@ -89,11 +92,10 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     # with results the measured steps are whole, whatever came after
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
-    notes = [
-        *_missing(abouts),
-        *_of_ranks(mailbox, abouts),
-        *_unseen(settings, summary, spec, steps, tables, exit_code),
-    ]
+    notes = [*_missing(abouts), *_of_ranks(mailbox, abouts), *_unseen(settings, summary, spec, steps, tables)]
+    ended = _how_it_ended(exit_code, asked_by)
+    if ended:
+        notes.append(ended)
     memory_rows, life = [], []
     for peak in memory.values():
         memory_rows += peak["rows"]
@@ -104,7 +106,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
         spec=spec,
         environment={**environment, "observed": _observed(results)},
         status="failed" if failed else "finished",
-        failure={"message": f"the job ended with exit code {exit_code}"} if failed else None,
+        failure={"message": ended} if failed else None,
         summary=replace(summary, notes=tuple(notes)),
         provenance=dict.fromkeys(("losses", "step_time_s", "peak_memory_bytes", "exposed_s"), "measured"),
         tables={
@@ -117,6 +119,29 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     ).save()
     _tidy(mailbox)
     return record
+
+
+def _how_it_ended(exit_code: int | None, asked_by: int | None) -> str:
+    """Say how a job ended that did not end well; "" for one that did."""
+    if not exit_code:
+        return ""
+    if asked_by is not None:
+        return f"the job was interrupted by {_asked(asked_by)}, and ended with exit code {exit_code}"
+    return f"the job ended with exit code {exit_code}"
+
+
+def _interrupted_early(asked_by: int, settings: Settings) -> str:
+    """Say that a job was interrupted before there was anything to record, and what to do."""
+    return (
+        f"the job {settings.job} was interrupted by {_asked(asked_by)} before it had finished its first optimizer step,"
+        f" so nothing was recorded; run it again and leave it until step {settings.end - 1} is done, or run it without"
+        " `fsdplab record` to see where it was"
+    )
+
+
+def _asked(number: int) -> str:
+    """Name the signal that asks a job to end, as its user would."""
+    return "Ctrl-C" if number == signal.SIGINT else name_of(number)
 
 
 def _steps(mailbox: Mailbox, ranks: Iterable[int]) -> list[Row]:
@@ -162,7 +187,23 @@ def _observed(results: Mapping[int, Row]) -> Row:
         if waits:
             mean_waits[str(rank)] = statistics.fmean(waits)
     observed: Row = _any(results).get("observed", {})
-    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits}
+    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits, **_batches(results)}
+
+
+def _batches(results: Mapping[int, Row]) -> Row:
+    """Count the profiled steps in which all of these ranks had the same batch, and how many batches these were."""
+    by_step: dict[str, list[int]] = defaultdict(list)
+    for result in results.values():
+        for step, checksum in result["batches"].items():
+            by_step[step].append(checksum)
+    of_all = [set(checksums) for checksums in by_step.values() if len(checksums) == len(results)]
+    same = [min(checksums) for checksums in of_all if len(checksums) == 1]
+    return {
+        "ranks_with_batches": len(results),
+        "steps_with_batches": len(of_all),
+        "steps_with_equal_batches": len(same),
+        "equal_batches": len(set(same)),
+    }
 
 
 def _cores_of_a_node(results: Mapping[int, Row]) -> int:
@@ -276,12 +317,7 @@ def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
 
 
 def _unseen(
-    settings: Settings,
-    summary: Summary,
-    spec: Row,
-    steps: Sequence[Row],
-    tables: Mapping[str, Sequence[Row]],
-    exit_code: int | None,
+    settings: Settings, summary: Summary, spec: Row, steps: Sequence[Row], tables: Mapping[str, Sequence[Row]]
 ) -> Iterator[str]:
     """Say what this record lacks, and why."""
     taken = 1 + max((row["step"] for row in steps), default=-1)
@@ -290,8 +326,6 @@ def _unseen(
             f"the job took {plural(taken, 'step')}, and its steps {settings.first} to {settings.end - 1} were to be"
             f" profiled: {_earlier(taken)}"
         )
-    if exit_code:
-        yield f"the job ended with exit code {exit_code}"
     collectives = tables.get("collectives", ())
     unsaid = {row["kind"] for row in collectives if row["logical_bytes"] is None}
     if unsaid:

@@ -115,6 +115,7 @@ def hook_losses(recorder: RankRecorder) -> None:
             recorder.taken.note("backward", time.perf_counter_ns() - began)
             if kwargs.get("retain_graph") and not kwargs.get("create_graph"):
                 recorder.taken.note("retained graph", 0)
+            recorder.loop_goes_on()
 
     Tensor.backward = ends_a_step(noting, recorder, lambda loss, *_: recorder.note_loss(loss))
 
@@ -156,6 +157,7 @@ def _hook_loaders(recorder: RankRecorder) -> None:
                 recorder.taken.loading_s += loading_s
                 # a wait for a core is no fault of the loader
                 recorder.taken.note("loading", int(1e9 * loading_s) - (thread_waited_ns() - waited))
+                recorder.loop_goes_on()
 
     _BaseDataLoaderIter.__next__ = timed
     _hook_beginnings(recorder)

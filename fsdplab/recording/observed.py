@@ -17,6 +17,7 @@ from fsdplab.recording.gradients import Gradients, local_bytes
 from fsdplab.recording.rows import Place
 from fsdplab.recording.subject import all_holding_state, fsdp2_units
 
+_OF_A_GROUP = ("params", "param_names")  # what makes a group another one, besides its options
 _MOST_BUFFER_BYTES = 100_000_000  # buffers that are larger are not compared
 
 
@@ -37,7 +38,7 @@ class Observed:
     def begin(self) -> None:
         """Count forwards from now on, and copy the values of buffers that DDP sends in each of them."""
         # a hook would have a compiled model compiled again
-        if not _is_compiled(self._model):
+        if not is_compiled(self._model):
             self._hook = self._model.register_forward_pre_hook(self._forward)
         buffers = list(self._model.buffers())
         # an attribute of DDP alone
@@ -72,20 +73,28 @@ class Observed:
             "ranks_of_a_node": self._place.of_a_node,
             "asleep": self._asleep or {},
             "anomaly_mode": self._has_anomaly_mode,
+            "splits_tensors": _splits_tensors(self._model),
             "forwards": self._forwards[True],
             "forwards_without_graph": self._forwards[False],
             **self.gradients.as_report(),
             **self._optimizer(),
             **self._ddp(),
+            **self._fsdp1(),
             **self._fsdp2(),
         }
 
     def _optimizer(self) -> dict[str, Any]:
-        """Return its class, and whether it steps one tensor after the other, by its choice or as it is told to."""
+        """Return its class, whether it steps one tensor after the other, by its choice or as it is told to, and how
+        many groups of parameters it has, of how many kinds of options.
+        """
         names, loops, is_told_to, number = set(), False, False, 0
+        groups = 0
+        kinds = set[str]()  # the options of groups; as text, since a value may be a tensor
         for optimizer in all_holding_state(self._optimizers):
             names.add(type(optimizer).__name__)
             for group in getattr(optimizer, "param_groups", ()):
+                groups += 1
+                kinds.add(repr({name: value for name, value in group.items() if name not in _OF_A_GROUP}))
                 loops = loops or self._loops(group)
                 # None is torch's choice, False the job's
                 is_told_to = is_told_to or group.get("foreach") is False
@@ -96,6 +105,8 @@ class Observed:
             "optimizer_loops": loops,
             "told_to_loop": loops and is_told_to,
             "parameters": number,
+            "groups": groups,
+            "kinds_of_groups": len(kinds),
         }
 
     def _loops(self, group: dict[str, Any]) -> bool:
@@ -122,6 +133,23 @@ class Observed:
             "has_comm_hook": bool(getattr(model, "_comm_hooks", ())),
         }
 
+    def _fsdp1(self) -> dict[str, Any]:
+        """Count the elements of FSDP1's units in which anything is trained, and those of them that are trained: it
+        reduces the gradient of a unit as a whole.
+        """
+        reduced, trained = 0, 0
+        for part in self._model.modules():
+            flat = getattr(getattr(part, "_handle", None), "flat_param", None)
+            # with use_orig_params=False all parameters of a unit are trained, or none
+            parameters = getattr(flat, "_params", None)
+            if flat is None or not parameters:
+                continue
+            # of whole parameters, which a rank has slices of
+            of_unit = sum(numel for numel, each in zip(flat._numels, parameters) if each.requires_grad)
+            trained += of_unit
+            reduced += sum(flat._numels) if of_unit else 0
+        return {"reduced_elements": reduced, "trained_elements": trained} if reduced else {}
+
     def _fsdp2(self) -> dict[str, Any]:
         units = fsdp2_units(self._model)
         if not units:
@@ -131,7 +159,17 @@ class Observed:
         return {"prefetches_forward": any(prefetched)}
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def _splits_tensors(model: nn.Module) -> bool:
+    """Return whether parameters are sharded in more ways than FSDP2 or DDP shard them, as tensor parallelism does."""
+    for parameter in model.parameters():
+        sharded_by = [each for each in getattr(parameter, "placements", ()) if not each.is_replicate()]
+        # under DDP a parameter is no DTensor of its own
+        if len(sharded_by) > (0 if isinstance(model, nn.parallel.DistributedDataParallel) else 1):
+            return True
+    return False
+
+
+def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile or torch.jit has the model itself, and not only something inside of it."""
     if isinstance(model, torch.jit.ScriptModule):
         return True

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdplab.recording.rows import Place, StepRows, Taken, resident_bytes
+from fsdplab.recording.garbage import Collections
+from fsdplab.recording.rows import Place, StepRows, Taken, is_main_thread, resident_bytes
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import parameters_of
 
@@ -45,10 +46,12 @@ class RankRecorder:
         self.autocast = ""  # the type in which autocast computed last
         self.is_in_backward = False
         self._depth, self._inner = 0, None
+        self._stepping_since: int | None = None  # while an optimizer steps
         self._round = Round()
         self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
         self._window: Window | None = None
+        self._collections = Collections(self._collected)
         self._step = 0
         self._began: float | None = None
         self._cpu_began = time.process_time()
@@ -64,6 +67,9 @@ class RankRecorder:
     def leave(self, stepped: Any) -> None:
         """It has ended, and `stepped` is the optimizer that it stepped or skipped, None for none."""
         self._depth -= 1
+        if stepped is not None and self._stepping_since is not None:
+            self.taken.note("optimizer", time.perf_counter_ns() - self._stepping_since)
+        self._stepping_since = None
         self._inner = stepped if stepped is not None else self._inner
         # the outermost has returned, and something stepped inside of it
         if self._depth == 0 and self._inner is not None:
@@ -94,6 +100,7 @@ class RankRecorder:
                 self._window.before_update(optimizer)
             except Exception as error:  # as in `stepped`
                 self.give_up(f"{type(error).__name__}: {error}")
+        self._stepping_since = time.perf_counter_ns()
         return optimizer
 
     def note_loss(self, loss: torch.Tensor) -> None:
@@ -106,6 +113,11 @@ class RankRecorder:
         except Exception as error:  # as in `stepped`
             self.give_up(f"{type(error).__name__}: {error}")
 
+    def loop_goes_on(self) -> None:
+        """Note that a step, a backward or the loading of a batch has ended, and that the loop's own code runs again."""
+        if self._window is not None and is_main_thread():
+            self._window.loop_goes_on(self.taken)
+
     def mode_is_set(self, module: torch.nn.Module, trains: bool) -> None:
         """Note that a module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
         if not _trains(module, self._optimizers):
@@ -114,6 +126,11 @@ class RankRecorder:
             self.taken.end_evaluation(trains=True)
         elif self.taken.evaluates_since is None:
             self.taken.evaluated, self.taken.evaluates_since = module, time.perf_counter_ns()
+
+    def _collected(self, took_ns: int) -> None:
+        """Note a full collection of the garbage collector."""
+        if not self.done and self.taken.may_begin():
+            self.taken.note("garbage_collection", took_ns)
 
     def profiler_starts(self) -> None:
         """Note that the job starts a profiler of its own, beside which no other one sees anything."""
@@ -168,6 +185,7 @@ class RankRecorder:
 
     def _begin(self) -> None:
         self.taken, self._began, self._cpu_began = Taken(), time.perf_counter(), time.process_time()
+        self.loop_goes_on()
 
     def _become_a_rank(self, optimizers: Sequence[Any]) -> None:
         """Claim this rank's files; the recording has ended where another process has them."""
@@ -176,6 +194,7 @@ class RankRecorder:
         if self._rows is None:
             self.done = True
             return
+        self._collections.begin()
         atexit.register(self.end)  # torch crashes at the end of a process in which a profiler still runs
         if self.settings.measures(place.rank, place.world_size, place.of_a_node):
             from fsdplab.recording.window import Window
@@ -196,6 +215,7 @@ class RankRecorder:
     def end(self) -> None:
         """Nothing more is recorded."""
         self.done = True
+        self._collections.end()
         atexit.unregister(self.end)
         window, rows, self._window, self._rows = self._window, self._rows, None, None
         self.model, self._round, self.taken, self._optimizers = None, Round(), Taken(), ()

@@ -44,8 +44,9 @@ class Taken:
 
     `scaled`: what a GradScaler returned last, and what it had been given. `first_losses`: those of the first step, as
     long as it may still go on. `activities`: what else the loop did (activities.py), by name: how often, nanoseconds,
-    bytes; `is_busy` inside of one that holds others, `evaluates_since` while the model is set to evaluate. `cpu_s`: CPU
-    time of all threads. `clipped`: the lists of parameters, by their ids, whose gradients were clipped.
+    bytes; `noted_ns` of all of them together; `is_busy` inside of one that holds others, `evaluates_since` while the
+    model is set to evaluate. `cpu_s`: CPU time of all threads. `clipped`: the lists of parameters, by their ids, whose
+    gradients were clipped.
     """
 
     losses: list[torch.Tensor | float] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Taken:
     evaluated: torch.nn.Module | None = None
     scaled: tuple[Any, Any] | None = None
     activities: dict[str, list[int]] = field(default_factory=dict)
+    noted_ns: int = 0
     cpu_s: float | None = None
     is_busy: bool = False
     evaluates_since: int | None = None
@@ -82,6 +84,7 @@ class Taken:
         found[0] += 1
         found[1] += took_ns
         found[2] += nbytes
+        self.noted_ns += took_ns
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """`backward` is called of this tensor; one that a GradScaler has scaled counts as it was before."""

@@ -21,8 +21,9 @@ from fsdplab.common.files import write_whole
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.profiling.profiler import prepare_profiler
-from fsdplab.recording.observed import Observed
-from fsdplab.recording.rows import Place, StepRows
+from fsdplab.recording.batches import Batches
+from fsdplab.recording.observed import Observed, is_compiled
+from fsdplab.recording.rows import Place, StepRows, Taken
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
 from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
@@ -78,6 +79,7 @@ class Window:
         self._units = profiler.UnitStateLog(place.rank)
         self._sent: _Sent | None = None
         self._observed: Observed | None = None
+        self._batches: Batches | None = None
         self.autocast = ""  # the type in which autocast computes, "" where it does not
         self._core_waits: list[float | None] = []  # of the profiled steps
         self._reading: CoreTime | None = None
@@ -118,6 +120,11 @@ class Window:
         if self._memory is not None and self._observed is not None:
             self._observed.gradients.before_update(optimizer)
 
+    def loop_goes_on(self, taken: Taken) -> None:
+        """Note that the loop's own code runs again, in the step after that which has ended last."""
+        if self._batches is not None:
+            self._batches.loop_goes_on(taken, self._ended + 1)
+
     def drop(self, why: str) -> None:
         """Measure nothing more, for a reason that is noted; nothing is said where nothing is being measured."""
         # our own profiler calls the same hook when it starts
@@ -129,10 +136,12 @@ class Window:
         if self._profiler is not None:
             self._profiler.stop()
         self._memory = self._profiler = self._subject = None
+        self._end_batches()
         self._is_starting = False
 
     def close(self) -> None:
         """Measure nothing more."""
+        self._end_batches()
         self._open.__exit__(_Dropped, _Dropped(), None)
         if self._profiler is not None:
             self._profiler.stop()
@@ -202,6 +211,17 @@ class Window:
             self._sent = _Sent()
             self._open.callback(events.subscribe(self._sent.on_event))
         self._open.enter_context(ended_with_the_profile())
+        # a hook would have a compiled model compiled again
+        if self._subject is not None and not is_compiled(self._subject.model):
+            self._batches = Batches(self._subject.model)
+
+    def _end_batches(self) -> dict[int, int]:
+        """Look at no more batches; return the checksum of those of each step."""
+        batches, self._batches = self._batches, None
+        if batches is None:
+            return {}
+        batches.end()
+        return batches.checksums()
 
     def _end_profile(self, ended: profiler.StepProfiler) -> None:
         mailbox, rank = self._settings.mailbox, self._place.rank
@@ -224,6 +244,7 @@ class Window:
             "observed": observed,
             "core_wait_s": self._core_waits,
             "cpu_share": self._cpu_share,
+            "batches": self._end_batches(),
         }
         self._observed = None
         self._write("result", content)

@@ -166,5 +166,5 @@ OF_THE_STEP = (
         "Fuse them: torch.compile, fused optimizers, CUDA graphs.",
     ),
     _idle_rule("waiting_for_a_core", "the rank waited for a core", FEWER_RANKS),
-    _idle_rule("idle", "the reason is unknown", _where_to_look),
+    _idle_rule("idle", "the reason is unknown", _where_to_look, unless=("preparing",)),
 )

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     BLOCKED = 13
     BLOCKING_LAUNCH = 14
     IGNORED = 15
+    MARK = 16  # an instant that the recording of a job notes
 
 
 COPIES = (Kind.COPY, Kind.DEVICE_COPY)
@@ -83,6 +84,7 @@ _STARTS = (
     ("Optimizer.", Kind.RANGE),
     ("autograd::engine::evaluate_function", Kind.AUTOGRAD),
     ("enumerate(DataLoader)", Kind.LOADING),
+    ("fsdplab::", Kind.MARK),
 )
 # What PyTorch of before 1.10 shows of a node, with nothing around it. One function of the engine has such a name and
 # runs in the forward (engine/core/hooks.py).

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Intervals, pairs, size, union
+from fsdplab.profiling.intervals import EMPTY, Intervals, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.event_kinds import Kind
 from fsdplab.profiling.traces.events import Events, Window
 
@@ -25,7 +25,12 @@ COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector
 _OF_A_LIST = ("aten::_foreach_norm",)
 NODES, DROPPED = "graph", "dropped graph"  # the nodes of a step's graphs, and those of them that no backward uses
 NO_GRAPH = "products without a graph"  # of matrices, outside of the optimizer and of any backward
-NAMES = (*COUNTED, NODES, DROPPED, NO_GRAPH)
+# Marks of a recorded job (recording/batches.py): a step, a backward or the loading of a batch has ended; a forward
+# begins. What lies between them, without operators, may be spent on the next batch.
+LOOP_GOES_ON, FORWARD_BEGINS = "fsdplab::loop_goes_on", "fsdplab::forward_begins"
+BEFORE_FORWARD = "before a forward"
+PREPARING = "preparing"  # the same as the loop's own thread counts it, in CPU time
+NAMES = (*COUNTED, NODES, DROPPED, NO_GRAPH, BEFORE_FORWARD, PREPARING)
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
 # A forward that is dropped drops its nodes one after the other; a check after each layer drops one or two in between.
 IN_A_ROW = 8
@@ -52,10 +57,14 @@ class HostReads:
             of_no_loss = rows[~np.isin(rows, self._graphs.trained)]
             self._rows[name] = _outside(events, of_no_loss, not_counted)
         self._rows[NO_GRAPH] = _outside(events, self._graphs.products_outside, union(pairs(optimizer)))
+        self._before_forward = _before_forward(events)
 
     def of_step(self, window: Window, rank: int) -> list[dict[str, Any]]:
         """Rows of the table `activities` of one step."""
         counts = {**self._operators(window), **self._graphs.of_step(window)}
+        alone = within(self._before_forward, window.start, window.end)
+        if len(alone):
+            counts[BEFORE_FORWARD] = len(alone), size(alone)
         activities = []
         for name, (count, took_ns) in counts.items():
             activities.append(
@@ -138,6 +147,22 @@ class _Graphs:
         """For how long these operators ran, those inside others counted once."""
         spans = self._events.spans_of(self._built[which])
         return size(union(spans))
+
+
+def _before_forward(events: Events) -> Intervals:
+    """When no operator ran between a mark of the loop and the forward that follows it."""
+    loop, forward = (events.start[_rows_named(events, (name,))] for name in (LOOP_GOES_ON, FORWARD_BEGINS))
+    if not len(loop) or not len(forward):
+        return EMPTY
+    loop, forward = np.sort(loop), np.sort(forward)
+    last_mark = np.searchsorted(loop, forward, side="right") - 1
+    spans = []
+    for mark, begin in zip(last_mark.tolist(), forward.tolist()):
+        if mark >= 0:
+            spans.append((int(loop[mark]), begin))
+    # of two forwards after one mark the first one has the batch, and what runs in it is no time without operators
+    first_of_mark = {begin: (begin, end) for begin, end in reversed(spans)}
+    return subtract(pairs(sorted(first_of_mark.values())), events.spans(Kind.OPERATOR, Kind.AUTOGRAD))
 
 
 def _in_long_runs(flags: np.ndarray) -> np.ndarray:

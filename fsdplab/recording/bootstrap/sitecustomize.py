@@ -79,7 +79,20 @@ def _run_the_users() -> None:
         spec.loader.exec_module(module)
 
 
+def _no_traceback_when_interrupted() -> None:
+    """Print no traceback where a signal has ended this process: the launcher says once what was interrupted."""
+    print_error = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        # torchrun raises the second one for a signal; torch is not imported here, so it is known by its name
+        if not issubclass(kind, KeyboardInterrupt) and kind.__name__ != "SignalException":
+            print_error(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
 sys.meta_path.insert(0, _Waiting())
+_no_traceback_when_interrupted()
 # the job's own sitecustomize is the next one on the path
 sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _HERE]
 _run_the_users()
