@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fsdplab.common.places import shared_folder
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots.plans import page_of
+from fsdplab.figures.report.parts import page_of
 from fsdplab.figures.style import titled
 from fsdplab.planning.bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of, speed_kind_of
 from fsdplab.planning.memory import FRAMEWORK_BYTES, fits_card, memory_of
