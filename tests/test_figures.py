@@ -597,6 +597,10 @@ _OVERLAPS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(p
 })"""
 
 
+_EDGE_OF_CELLS = """() => {
+  const cells = {type: "bar", marker: {color: ["#ffffff", "rgba(0,0,0,0)"], line: {width: 1}}};
+  return fitted({data: [cells], layout: {margin: {t: 0}}}, 390).data[0].marker.line.width;
+}"""
 # of the words of figures that stand on the ground those in light ink; the ground; the buttons besides keys and names
 _ON_PAPER = """() => {
   const look = (node, name) => getComputedStyle(node)[name];
@@ -643,6 +647,7 @@ def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
             )
             assert phone.evaluate("document.documentElement.scrollWidth") <= 390, tab.inner_text()
         assert phone.evaluate(_OVERLAPS) == []
+        assert phone.evaluate(_EDGE_OF_CELLS) == 1, "a sharded unit is an empty cell: only its edge shows it"
         browser.close()
 
 

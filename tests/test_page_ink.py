@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from fsdplab.figures import step_time
 from fsdplab.figures.notebook_figure import Figure, bundle
 from fsdplab.figures.page_ink import GROUND, INK, following, in_ink
 from fsdplab.figures.plotly_go import PLOTLY, go
+from fsdplab.figures.style import ALARM, contrast
 from fsdplab.teaching import collectives, recorded, show
+from fsdplab.teaching.core.verdicts import Feedback, Verdict
+from fsdplab.teaching.site.live import _rendered
 
 pytestmark = pytest.mark.quick
 
@@ -24,6 +28,30 @@ def test_words_on_the_ground_are_in_the_ink_of_the_page():
     made = following(figure(title={"text": "A", "subtitle": {"text": "B"}}, xaxis={"title": {"text": "ms"}}))["layout"]
     for words in (made["title"]["text"], made["title"]["subtitle"]["text"], made["xaxis"]["title"]["text"]):
         assert words.startswith(f"<span style='fill:{INK};") and words.endswith("</span>")
+
+
+GROUNDS = {"#ffffff": "#000000", "#111111": "#ffffff"}  # of a light and a dark page, with their ink
+
+
+def mixed(style: str, ink: str) -> str:
+    """The colour that a browser makes of `color-mix(in srgb, #2a9d5c 60%, var(...))`."""
+    colour, percent = re.match(r"color-mix\(in srgb, (#\w{6}) (\d+)%", style).groups()
+    share = int(percent) / 100
+    parts = zip(bytes.fromhex(colour[1:]), bytes.fromhex(ink[1:]))
+    return "#" + bytes(round(share * one + (1 - share) * other) for one, other in parts).hex()
+
+
+@pytest.mark.parametrize("feedback", [None, *(Feedback("", "", "", "", untouched=tried) for tried in (True, False))])
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_the_words_of_a_verdict_have_contrast_on_a_light_and_on_a_dark_page(feedback, ground):
+    shown = Verdict("00.hello", feedback)._repr_html_()
+    style = re.search(r"<b style='color:([^']+)'", shown)[1]
+    assert contrast(mixed(style, GROUNDS[ground]), ground) >= 4.5
+
+
+def test_the_planners_drawings_have_their_red_words_in_the_pages_red():
+    """On white the alarm's own red has a contrast of 4.2, and on a dark page of 4.3."""
+    assert f'.drawing svg text[fill="{ALARM}"] {{ fill: var(--bad); }}' in _rendered("planner.css")
 
 
 def test_numbers_of_an_axis_stand_between_the_ends_of_a_span_and_its_words_are_in_one_each():

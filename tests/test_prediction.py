@@ -336,7 +336,7 @@ def test_the_figure_says_how_far_the_worst_is_off():
     assert "within 3.0% of the measured ones; zero1 is furthest off" in title
     rows = list(figure.data[0].y)
     assert rows == ["full_shard", "full_shard, predicted", "zero1", "zero1, predicted"]
-    assert [list(bar.x) for bar in figure.data] == [[60e-6] * 4, pytest.approx([40e-6, 40e-6, 40e-6, 43e-6])]
+    assert [list(bar.x) for bar in figure.data] == [[60e-3] * 4, pytest.approx([40e-3, 40e-3, 40e-3, 43e-3])]  # kB
     assert "within 0.1%" in figures.predicted_memory([seen_run()]).layout.title.text
     with pytest.raises(ValueError, match="no run has both"):
         figures.predicted_memory([seen_run(predicted_split={})])

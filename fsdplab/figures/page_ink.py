@@ -16,15 +16,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from fsdplab.figures.style import TEXT
+from fsdplab.common.page_colours import INK, readable
 
 Part: TypeAlias = dict[str, Any]  # a part of a figure's description, as plotly's JSON has it
 
-INK = f"var(--jp-content-font-color1, var(--vscode-foreground, var(--colab-primary-text-color, {TEXT})))"
 GROUND = "var(--jp-layout-color0, var(--vscode-editor-background, var(--colab-primary-surface-color, #fff)))"
 # The edge has the colour of the ground: it keeps lines out of the letters, and is seen only where no ground is known.
 _EDGE = f"stroke:{GROUND};stroke-width:3px;stroke-linejoin:round;paint-order:stroke"
-_COLOURED = 60  # percent of its own colour that a coloured text keeps; the page's ink makes it darker or lighter
 _SPAN, _END = "<span style='fill:{};" + _EDGE + "'>", "</span>"
 # plotly has no ground whose colour is a variable, but a shape below everything may have words: a dot whose edge is so
 # wide that it fills the figure. Chromium draws none at all where it is much wider.
@@ -71,7 +69,7 @@ def following(figure: Mapping[str, Any]) -> Part:
 
 def in_ink(words: str, colour: str | None = None) -> str:
     """Return a text in the page's ink, or in a colour that the ink makes readable: `in_ink("card", "#e5383b")`."""
-    fill = f"color-mix(in srgb, {colour} {_COLOURED}%, {INK})" if colour else INK
+    fill = readable(colour) if colour else INK
     return f"{_SPAN.format(fill)}{words}{_END}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdplab.common.collectives import COLLECTIVE_ROWS, OTHER_LANE
 from fsdplab.common.names import CATEGORY_ROWS, STRATEGY_ROWS
+from fsdplab.common.page_colours import TEXT
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 
@@ -60,7 +61,6 @@ _page = float(PAGE)  # the notebook's, once a widget has told it
 _ON_PAGE: ContextVar[float | None] = ContextVar("on_page", default=None)
 # plotly's toolbar lies over the title: of its buttons the camera alone stays
 _NO_BUTTONS = ["sendChartToCloud", "zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale"]
-TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
 
 _AXIS = dict(

@@ -16,6 +16,9 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.page_colours import readable
+from fsdplab.figures.style import ALARM
+
 from .course_state import current, running_shell
 from .display import Note, Table, present, present_live, present_widget, table
 from .quantities import QuantityError, kind_of, quantity, shown
@@ -386,7 +389,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         if change["new"] == prediction.written:
             return  # what the field shows again
         words = escape(_refusal(prediction, change["new"]))
-        complaint.value = f"<span role='alert' style='color:#d9363e'>{words}</span>" if words else ""
+        complaint.value = f"<span role='alert' style='color:{readable(ALARM)}'>{words}</span>" if words else ""
         show()
 
     def show() -> None:

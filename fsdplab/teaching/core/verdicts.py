@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from fsdplab.common.page_colours import readable
+
 from .quantities import plain
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class Verdict:
         headline = self.note
         if self.feedback is not None:
             headline = self.feedback.headline
-        parts = [f"<b style='color:{colour}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
+        parts = [f"<b style='color:{readable(colour)}'>{self.exercise}: {word}.</b> {with_code(headline)}"]
         if self.feedback is not None:
             parts.append(_html_rows(self.feedback))
             for line in filter(None, (*self.hints, self.note)):

@@ -29,7 +29,7 @@ from fsdplab.figures.lab.page import first_values
 from fsdplab.figures.live.answer import answer
 from fsdplab.figures.live.controls import controls
 from fsdplab.figures.report.parts import in_script
-from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
+from fsdplab.figures.style import ALARM, DARK_TEXT, FONT, LANE_COLOURS, TEXT
 from fsdplab.teaching.authoring.course import CourseError
 
 VERSION = "314.0.7"
@@ -144,7 +144,9 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT), lanes=LANE_COLOURS)
+    made.globals.update(
+        verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT), lanes=LANE_COLOURS, alarm=ALARM
+    )
     return made
 
 

@@ -87,8 +87,16 @@ function fitted(figure, width) {
     if (axis.title && axis.title.text) axis.title = {...axis.title, text: wrapped(axis.title.text, letters), font: {size: 12}};
   }
   for (const trace of data) {
-    if (trace.type === "bar") Object.assign(trace, {textposition: "none", marker: {...trace.marker, line: {width: 0}}});
-    if (trace.type === "heatmap") Object.assign(trace, {text: null, texttemplate: null});
+    if (trace.type === "bar") {
+      trace.textposition = "none";
+      // the edges of many thin bars would hide their colour; a cell that is empty is nothing but its edge
+      if (!Array.isArray(trace.marker.color)) trace.marker = {...trace.marker, line: {width: 0}};
+    }
+    if (trace.type === "heatmap") {
+      Object.assign(trace, {text: null, texttemplate: null});
+      const scale = trace.colorbar || {}, words = {size: 11};
+      trace.colorbar = {...scale, thickness: 10, nticks: 3, tickfont: words, title: {...scale.title, font: words, side: "right"}};
+    }
   }
   if (rows.length) stack(data, layout, rows, width);
   return {data, layout};
