@@ -151,6 +151,8 @@ FAULTS = (
     Fault("adapters", "adapters are trained in the units of frozen blocks", ("frozen",), {"fsdp1": ("fully_shard",)}),
     Fault("adapters-apart", "no fault: adapters of frozen blocks, whose gradients alone are reduced", accuses=False,
           remedy=_both()),
+    Fault("python-thread", "a thread beside the loop runs Python all the time", ("metrics",), _both("process")),
+    Fault("sleepy-thread", "no fault: a thread beside the loop that mostly sleeps", accuses=False, remedy=_both()),
     Fault("unwrapped", "the model is called without its wrapper", ("No gradient is reduced",),
           {"ddp": ("model.module(x)",)}),
     Fault("reduce-first", "the first of 4 micro-batches is reduced, and not the last", ("before the last",),

@@ -12,6 +12,7 @@ import copy
 import gc
 import os
 import tempfile
+import threading
 import time
 
 import numpy
@@ -197,6 +198,7 @@ class Loop:
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
         self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
         self.running: float | torch.Tensor = 0.0
+        self.has_ended = False
 
     def train(self, steps: int) -> None:
         """All steps."""
@@ -208,6 +210,8 @@ class Loop:
         workers = int(self.fault in ("begin-loader", "worker-tokenises"))
         data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=workers)
         loader = iter(data)
+        if self.fault in ("python-thread", "sleepy-thread"):
+            threading.Thread(target=self.beside, name="metrics", daemon=True).start()
         torch.manual_seed(self.rank)
         self.model.train(self.fault != "eval-mode")
         for step in range(steps):
@@ -217,6 +221,14 @@ class Loop:
                 self.micro_batch(*batch, is_last=micro == reduced)
             self.update()
             self.after_update(step)
+        self.has_ended = True
+
+    def beside(self) -> None:
+        """A thread beside the loop: one of pure Python keeps the interpreter, one that sleeps and writes does not."""
+        while not self.has_ended:
+            tokenised(TEXT[:1000])
+            if self.fault == "sleepy-thread":
+                time.sleep(0.01)
 
     def update(self) -> None:
         """The optimizer's step, and gradients are set to zero."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from fsdplab.profiling import analyse_trace
 from fsdplab.profiling.traces.host_reads import BEFORE_FORWARD, FORWARD_BEGINS, LOOP_GOES_ON
 from fsdplab.recording import activities
-from fsdplab.recording.assemble import _batches, _cores_of_a_node
+from fsdplab.recording.assemble import _batches, _cores_of_a_node, _interpreter
 from fsdplab.recording.batches import Batches
 from fsdplab.recording.garbage import Collections
+from fsdplab.recording.interpreter import Interpreter
 from fsdplab.recording.observed import Observed
 from fsdplab.recording.rank import Round
 from fsdplab.recording.rows import Place, Taken, resident_bytes
+from fsdplab.sessions.worker.core_share import core_time
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
@@ -137,6 +140,27 @@ def test_full_collections_are_noted_between_begin_and_end():
     collections.end()
     gc.collect()
     assert len(noted) == 1 and noted[0] > 0 and collections not in gc.callbacks
+
+
+@pytest.mark.parametrize("keeps_python", [True, False])
+def test_a_thread_that_keeps_the_interpreter_is_told_from_one_that_sleeps(keeps_python):
+    has_ended = threading.Event()
+
+    def beside() -> None:
+        while not has_ended.is_set():
+            if not keeps_python:
+                time.sleep(0.001)
+
+    threading.Thread(target=beside, name="metrics", daemon=True).start()
+    interpreter = Interpreter()
+    for _ in range(8):
+        interpreter.note(core_time().threads)
+    has_ended.set()
+    report = interpreter.as_report()
+    result = _interpreter({3: {"interpreter": report}})
+    assert (result.get("interpreter_wait_s", 0.0) >= 0.004) == keeps_python, report
+    if keeps_python and core_time().threads is not None:
+        assert (result["thread"], result["thread_rank"]) == ("metrics", 3) and result["thread_s"] > 0.004
 
 
 # ---- batches

@@ -36,6 +36,7 @@ IDLE = {"idle_gradient_bytes": 8_000_000}
 PREPARED = {"preparing": (1, 35 * MS, 0), "before a forward": (1, 32 * MS, 0)}
 GROUPS = {"groups": 26, "kinds_of_groups": 2}
 SAME_BATCHES = {"ranks_with_batches": 2, "steps_with_batches": 8, "steps_with_equal_batches": 8, "equal_batches": 8}
+THREAD = {"interpreter_wait_s": 0.005, "thread": "metrics", "thread_s": 0.05, "thread_rank": 1}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
 SHARDED: list[Call] = [
@@ -175,6 +176,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("preparing", "prepares each batch itself", "collate_fn", {**PREPARED, "loading": (1, MS, 0)}),
         ("many_groups", "26 groups of parameters", "one group", {"observed": GROUPS, "optimizer": (1, 4 * MS, 0)}),
         ("same_data", "their batches are equal in each of 8", "DistributedSampler", {"observed": SAME_BATCHES}),
+        ("busy_thread", "metrics of rank 1 runs for 50.0 ms of a step", "multiprocessing", {"observed": THREAD}),
         ("bound_together", "bound to 1 core of the machine's 8", "taskset", {"observed": BOUND}),
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
@@ -242,6 +244,8 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
     {"observed": GROUPS, "optimizer": (1, MS, 0)},  # the groups cost nothing
     {"observed": GROUPS | {"kinds_of_groups": 26}, "optimizer": (1, 4 * MS, 0)},  # a learning rate of its own for each
     {"observed": {"groups": 2, "kinds_of_groups": 2}, "optimizer": (1, 4 * MS, 0)},
+    {"observed": THREAD | {"interpreter_wait_s": 0.001}},  # it computes outside of Python: NumPy, a file, a tokeniser
+    {"observed": THREAD | {"thread_s": 0.005}},
     {"observed": SAME_BATCHES | {"steps_with_equal_batches": 7}},
     {"observed": SAME_BATCHES | {"equal_batches": 1}},  # one graph, which every rank has as a whole
     {"observed": SAME_BATCHES | {"ranks_with_batches": 1}},

@@ -362,16 +362,6 @@ LOOP_FAULTS = (
         unless=["slow_loading", "loader_begun"],
     ),
     fault_rule(
-        "preparing",
-        _preparing,
-        "{what} {seconds} of a step of {step_s} ({share})",
-        "The main thread is busy from when {since} until the forward, and nothing computes meanwhile: tokenising,"
-        " decoding, augmenting or collating in the loop, or a log in Python.",
-        "Do it in the Dataset's __getitem__ or the loader's collate_fn, which workers run ahead of the loop,"
-        " DataLoader(..., num_workers=4); or prepare the data once, before training.",
-        unless=["slow_loading", "loader_begun"],
-    ),
-    fault_rule(
         "more_work",
         _more_work,
         "Rank {rank} works {times} times as much as the others: {own} of CPU time a step, the others {others}",
@@ -556,5 +546,16 @@ LOOP_FAULTS = (
         "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
         " every hundredth step.",
         unless=["evaluation", "state_dict", "gathered_whole", "anomaly_mode"],
+    ),
+    # a log of histograms is work of the loop's too
+    fault_rule(
+        "preparing",
+        _preparing,
+        "{what} {seconds} of a step of {step_s} ({share})",
+        "The main thread is busy from when {since} until the forward, and nothing computes meanwhile: tokenising,"
+        " decoding, augmenting or collating in the loop, or a log in Python.",
+        "Do it in the Dataset's __getitem__ or the loader's collate_fn, which workers run ahead of the loop,"
+        " DataLoader(..., num_workers=4); or prepare the data once, before training.",
+        unless=["slow_loading", "loader_begun", "read_whole"],
     ),
 )

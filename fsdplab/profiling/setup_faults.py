@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import statistics
 
-from fsdplab.common.sizes import percent, size
+from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.loop_faults import MANY, in_most_steps
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
 
 SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
+INTERPRETER_KEPT_S = 0.004  # of the 5 ms after which Python asks a thread that computes to let another one run
+BUSY_THREAD = 0.1  # part of a step for which such a thread runs
 ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
 
 
@@ -67,6 +69,17 @@ def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
         "fewer": max(1, cores // max(1, ranks)),
     }
     return Fact(kind, 0.0, "machine", values=values)
+
+
+def _busy_thread(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report a thread that runs Python beside the loop, which waits for it whenever it gives the interpreter up."""
+    wait_s = facts.observed.get("interpreter_wait_s") or 0.0
+    thread_s = facts.observed.get("thread_s") or 0.0
+    if wait_s < INTERPRETER_KEPT_S or thread_s < BUSY_THREAD * facts.step_s:
+        return None
+    values = {"thread": facts.observed["thread"], "ran": seconds(thread_s), "wait": seconds(wait_s)}
+    cost = min(thread_s, facts.other_s)  # what it costs at most; only orders the findings
+    return Fact(kind, cost, "step", rank=facts.observed["thread_rank"], values=values)
 
 
 def _bound_together(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -138,6 +151,15 @@ SETUP_FAULTS = (
         " {peak} of {memory}",
         "Recomputation pays with time for memory.",
         "{recompute_less}",
+    ),
+    fault_rule(
+        "busy_thread",
+        _busy_thread,
+        "A thread beside the loop keeps Python busy: {thread} of rank {rank} runs for {ran} of a step of {step_s}",
+        "Only one thread at a time runs Python. The loop gives it up in each operator, and waited {wait} each time to"
+        " get it back.",
+        "Let a process do what the thread does (multiprocessing, with a queue), or do it in the loop every hundredth"
+        " step.",
     ),
     fault_rule(
         "bound_together",

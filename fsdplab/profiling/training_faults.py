@@ -168,10 +168,12 @@ def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     if _ranks(facts) < 2 or _model_communicates(facts, more_than=FIGURES_BYTES):
         return None
-    equal, steps = "batches", _steps_of_equal_batches(facts)
+    equal, steps = "losses", 0
     # losses that are averaged over the ranks are equal by themselves
-    if not steps and not _model_communicates(facts):
-        equal, steps = "losses", _steps_of_equal_losses(facts)
+    if not _model_communicates(facts):
+        steps = _steps_of_equal_losses(facts)
+    if not steps:
+        equal, steps = "batches", _steps_of_equal_batches(facts)
     if not steps:
         return None
     return Fact(kind, 0.0, "step", values={"equal": equal, "steps": steps, "ranks": _ranks(facts)})

@@ -187,7 +187,12 @@ def _observed(results: Mapping[int, Row]) -> Row:
         if waits:
             mean_waits[str(rank)] = statistics.fmean(waits)
     observed: Row = _any(results).get("observed", {})
-    return observed | {"cores": _cores_of_a_node(results), "core_wait_s": mean_waits, **_batches(results)}
+    return observed | {
+        "cores": _cores_of_a_node(results),
+        "core_wait_s": mean_waits,
+        **_batches(results),
+        **_interpreter(results),
+    }
 
 
 def _batches(results: Mapping[int, Row]) -> Row:
@@ -204,6 +209,22 @@ def _batches(results: Mapping[int, Row]) -> Row:
         "steps_with_equal_batches": len(same),
         "equal_batches": len(set(same)),
     }
+
+
+def _interpreter(results: Mapping[int, Row]) -> Row:
+    """Return the rank whose loop waits longest for Python's interpreter, for how long it does in three of four steps,
+    and the thread beside it that runs longest.
+    """
+    longest: Row = {}
+    for rank, result in results.items():
+        waits, busiest = sorted(result["interpreter"]["waits_s"]), result["interpreter"]["busiest"]
+        if not waits or not busiest:
+            continue
+        wait_s = waits[len(waits) // 4]
+        if wait_s > longest.get("interpreter_wait_s", 0.0):
+            name, thread_s = busiest[0]
+            longest = {"interpreter_wait_s": wait_s, "thread": name, "thread_s": thread_s, "thread_rank": rank}
+    return longest
 
 
 def _cores_of_a_node(results: Mapping[int, Row]) -> int:

@@ -22,6 +22,7 @@ from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.profiling.profiler import prepare_profiler
 from fsdplab.recording.batches import Batches
+from fsdplab.recording.interpreter import Interpreter
 from fsdplab.recording.observed import Observed, is_compiled
 from fsdplab.recording.rows import Place, StepRows, Taken
 from fsdplab.recording.settings import Settings
@@ -83,6 +84,7 @@ class Window:
         self.autocast = ""  # the type in which autocast computes, "" where it does not
         self._core_waits: list[float | None] = []  # of the profiled steps
         self._reading: CoreTime | None = None
+        self._interpreter = Interpreter()
         self._first_reading = (time.perf_counter(), core_time())
         self._cpu_share: float | None = None
 
@@ -245,6 +247,7 @@ class Window:
             "core_wait_s": self._core_waits,
             "cpu_share": self._cpu_share,
             "batches": self._end_batches(),
+            "interpreter": self._interpreter.as_report(),
         }
         self._observed = None
         self._write("result", content)
@@ -259,6 +262,7 @@ class Window:
     def _note_core_wait(self) -> None:
         """Note how long the profiled step that has ended lacked a core; the step before them begins the count."""
         before, self._reading = self._reading, core_time()
+        self._interpreter.note(self._reading.threads)
         if before is not None:
             self._core_waits.append(waited_s(before, self._reading, torch.get_num_threads()))
 
