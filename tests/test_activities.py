@@ -226,6 +226,14 @@ def test_a_checksum_tells_batches_apart_by_all_of_their_tensors():
     assert checksums((x, other))[0] != checksums((x, y))[0]
     with torch.no_grad():
         assert checksums((x, y)) == {}, "an evaluation"
+    images = torch.randn(2, 3, 32, 32)
+    for first, second in ((images, images + 1), (images.to(memory_format=torch.channels_last), images.mT + 1)):
+        of_images = checksums((first,), (first.clone(),), (second,))
+        assert of_images[0] == of_images[1] != of_images[2]
+    # tensors that are no grid of elements in memory are left out, and end no job
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    others = [torch.eye(3).to_sparse(), nested, torch.empty(3, device="meta"), torch.empty(0)]
+    assert checksums((x, others))[0] == checksums((x,))[0]
     # one buffer for all batches
     kept = torch.zeros(8)
     batches = Batches(network := nn.Identity())

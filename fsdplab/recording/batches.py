@@ -44,7 +44,7 @@ class Batches:
     def __init__(self, model: nn.Module) -> None:
         self._began: _Begin | None = None
         self._step = 0
-        self._seen: dict[int, list[torch.Tensor]] = {}  # by step; on a GPU the copies are not waited for
+        self._seen: dict[int, list[torch.Tensor]] = {}  # by step
         # before an engine's own hooks, which gather parameters
         self._hook = model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True)
 
@@ -64,8 +64,9 @@ class Batches:
         for step, tensors in self._seen.items():
             checksum = 0
             for tensor in tensors:
+                on_host = tensor.cpu()
                 # not `numpy()`, whose calls are counted, and which has no bf16
-                content = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+                content = ctypes.string_at(on_host.data_ptr(), on_host.nbytes)
                 checksum = zlib.crc32(content, checksum)
             checksums[step] = checksum
         return checksums
@@ -77,7 +78,7 @@ class Batches:
         self._note_preparing()
         seen = self._seen.setdefault(self._step, [])
         for value in tree_leaves((args, kwargs)):
-            if type(value) is torch.Tensor and value.numel() > 0 and not value.is_complex():
+            if type(value) is torch.Tensor and _has_elements(value):
                 seen.append(_some_of(value))
 
     def _note_preparing(self) -> None:
@@ -98,10 +99,21 @@ def _mark(name: str) -> None:
         pass
 
 
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a grid of elements in memory, as nested, sparse and meta ones are not."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0
+
+
 def _some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of at most so many elements of a tensor, at equal distances."""
-    elements = tensor.detach().reshape(-1)
+    """Return a copy of at most so many elements of a tensor, at about equal distances in memory.
+
+    It stays on the tensor's device: a copy to the host would wait until a GPU has done all that came before.
+    """
+    # images whose channels come last are one stretch of memory too: in the order of their strides they need no copy
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    elements = tensor.detach().permute(by_stride).reshape(-1)
     every = -(-elements.numel() // _ELEMENTS)
-    chosen = elements[::every].contiguous().to("cpu", non_blocking=True)
     # the loop may write its next batch into the same memory
-    return chosen.clone() if chosen.data_ptr() == tensor.data_ptr() else chosen
+    return elements[::every].clone()
