@@ -172,7 +172,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("remade_optimizer", "(AdamW) is made anew", "once, before the loop", {"optimizer made": (1, 0, 0)}),
         ("never_zeroed", "never set to zero", "zero_grad()", {"observed": {**KEPT, "never_zeroed": True}}),
         ("not_stepped", "Gradients of 8.00 MB", "requires_grad_(False)", {"observed": IDLE}),
-        ("preparing", "works before its forward", "num_workers", PREPARED),
+        ("preparing", "code of its own before each forward", "num_workers", PREPARED),
         ("preparing", "prepares each batch itself", "collate_fn", {**PREPARED, "loading": (1, MS, 0)}),
         ("many_groups", "26 groups of parameters", "one group", {"observed": GROUPS, "optimizer": (1, 4 * MS, 0)}),
         ("same_data", "their batches are equal in each of 8", "DistributedSampler", {"observed": SAME_BATCHES}),

@@ -294,7 +294,7 @@ def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _preparing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Report that the loop of every rank works before its forward while nothing computes, in nearly all steps."""
+    """Report that the loop of every rank runs code before each forward while nothing computes, in nearly all steps."""
     busy = _of_profiled_steps(facts, PREPARING)
     alone = _of_profiled_steps(facts, BEFORE_FORWARD)
     # on a machine with too few cores all work takes longer by the clock than by CPU time, and the step does too
@@ -331,7 +331,7 @@ def _of_profiled_steps(facts: StepFacts, name: str) -> dict[tuple[int, int], flo
 
 
 # without a loader other work of the loop's, such as a log, lies between the same two instants
-_WITHOUT_LOADER = "The loop works before its forward, as it does where it prepares each batch itself, which takes"
+_WITHOUT_LOADER = "The loop runs code of its own before each forward, such as what prepares each batch, which takes"
 
 
 def _retained_graphs(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
