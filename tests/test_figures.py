@@ -220,9 +220,9 @@ def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
 
 def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
     figure = figures.step_time(runs)
-    assert list(figure.data[0].x) == [0, 0.5, 0.6]
+    assert list(figure.data[0].x) == pytest.approx([0, 500, 600])
     assert list(figure.data[0].marker.color) == [style.STRATEGY_COLOURS[name] for name in SPLITS]
-    assert list(figure.data[1].x) == pytest.approx([0.45, 0.54])
+    assert list(figure.data[1].x) == pytest.approx([450, 540])
     assert figure.layout.title.text == "<b>zero1 is fastest, 500 ms a step; full_shard takes 600 ms</b>"
     assert "512 tokens/s" in words(figure) and "out of memory" in words(figure)
 
@@ -267,7 +267,7 @@ def test_among_simulated_steps_the_shortest_wins():
 
 def test_timeline_finds_the_peak_of_the_rank(runs):
     figure = figures.memory_timeline(runs[2], rank=1)
-    assert figure.layout.title.text == "<b>full_shard: rank 1 peaks at 72.0 MB after 2 ms</b>"
+    assert figure.layout.title.text == "<b>full_shard: rank 1 peaks at 72.0 MB after 2.00 ms</b>"
     assert [trace.name for trace in figure.data] == ["optimizer state", "activations", "peak"]
     assert (figure.data[-1].x[0], figure.data[-1].y[0]) == (2, 72)
     card = next(note for note in figure.layout.annotations if note.text.startswith("card "))
@@ -360,12 +360,29 @@ def test_step_times_have_whiskers_where_quartiles_are_known(tmp_path):
     failed = replace(record(tmp_path, "full_shard"), summary=Summary(), status="failed")
     runs = [replace(timed, summary=replace(timed.summary, step_time_s=spread)), failed]
     figure = figures.step_time(runs)
-    assert figure.data[0].error_x.array == pytest.approx((0.2, 0))
+    assert figure.data[0].error_x.array == pytest.approx((200, 0))
     assert "whiskers: quartiles" in figure.layout.title.subtitle.text
-    assert figure.data[0].error_x.arrayminus == pytest.approx((0.1, 0))
-    assert figure.layout.annotations[0].x == pytest.approx(0.6), "the words begin behind the whisker"
+    assert figure.data[0].error_x.arrayminus == pytest.approx((100, 0))
+    assert figure.layout.annotations[0].x == pytest.approx(600), "the words begin behind the whisker"
     pareto = figures.pareto(runs)
     assert pareto.data[1].error_y.array == pytest.approx((200,)) and "whiskers" in pareto.layout.title.subtitle.text
+
+
+def test_steps_of_a_second_and_more_are_on_axes_of_seconds(tmp_path):
+    long, short = record(tmp_path, "zero1", median=12.4), record(tmp_path, "full_shard", median=0.3)
+    quartiles = replace(long.summary.step_time_s, median=12.4, min=12, q1=12.2, q3=13)
+    steady = replace(long.summary.steady, step_time_s=11.0, exposed_s=2.0, hidden_s=3.0, overlap=0.6)
+    long = replace(long, summary=replace(long.summary, step_time_s=quartiles, steady=steady))
+    times = figures.step_time([long, short])
+    assert times.layout.xaxis.title.text == "one step (s)" and list(times.data[0].x) == pytest.approx([12.4, 0.3])
+    assert times.data[0].error_x.array[0] == pytest.approx(0.6) and times.data[1].x[0] == pytest.approx(12)
+    assert "{x:.3r} s" in times.data[0].hovertemplate
+    simulated = figures.steady_steps([long])
+    assert simulated.layout.xaxis.title.text == "one step (s)"
+    assert [bar.x[0] for bar in simulated.data[:3]] == pytest.approx([6, 3, 2])
+    assert simulated.data[3].x == pytest.approx((12.4,)) and simulated.data[3].error_x.array == pytest.approx((0.6,))
+    bubbles = figures.pareto([long, short])
+    assert bubbles.layout.yaxis.title.text == "median step (s)" and bubbles.data[1].y == pytest.approx((12.4,))
 
 
 def test_a_figure_is_as_tall_as_its_title_legend_and_words_need():

@@ -625,7 +625,7 @@ def test_the_unit_that_a_difference_names_changed_as_the_whole_did(ahead, tmp_pa
 
 
 def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
-    from fsdplab.figures.plots.breakdown import gathered_memory
+    from fsdplab.figures.plots.difference import gathered_memory
 
     held = gathered_memory(ahead)
     stay = [
@@ -643,7 +643,7 @@ def test_gathered_memory_counts_every_profiled_step(tmp_path):
     """A unit of 8 MB is unsharded for a quarter of the first of two steps and not at all in the second; another one of
     8 MB from the middle of the first step on, and is never resharded.
     """
-    from fsdplab.figures.plots.breakdown import gathered_memory
+    from fsdplab.figures.plots.difference import gathered_memory
 
     record = RunRecord(tmp_path)
     for step in (4, 5):

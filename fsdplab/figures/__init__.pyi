@@ -1,7 +1,7 @@
-from fsdplab.figures.plots.breakdown import difference as difference
 from fsdplab.figures.plots.breakdown import exposed_bar as exposed_bar
 from fsdplab.figures.plots.breakdown import exposed_heatmap as exposed_heatmap
 from fsdplab.figures.plots.breakdown import step_bar as step_bar
+from fsdplab.figures.plots.difference import difference as difference
 from fsdplab.figures.plots.linked import linked_at as linked_at
 from fsdplab.figures.plots.linked import linked_view as linked_view
 from fsdplab.figures.plots.linked import slice_map as slice_map

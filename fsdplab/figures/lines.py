@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdplab.figures.byte_axis import ByteUnit
+from fsdplab.figures.axis_units import AxisUnit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, DARK_INK, EDGE, HEAT
 
@@ -27,7 +27,7 @@ def points(name: str, colour: str, x: Sequence[float], y: Places, size: float = 
     return go.Scatter(name=name, x=x, y=y, mode="markers", marker=marker).update(more)
 
 
-def peak(at: float, nbytes: float, unit: ByteUnit, **more: Any) -> go.Scatter:
+def peak(at: float, nbytes: float, unit: AxisUnit, **more: Any) -> go.Scatter:
     """Draw the dot at the highest memory, on an axis of this unit."""
     edge = dict(color="white", width=1.5)
     hover = f"peak {unit.hover('y')}<extra></extra>"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import percent, size
 from fsdplab.common.thinning import downsample
+from fsdplab.figures.axis_units import AxisUnit, byte_unit
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
@@ -38,7 +38,7 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     unit = byte_unit([memory.reserved_at_peak, memory.peak])
     parts = _parts(memory, len(ends), unit)
     axis = f"memory ({unit.symbol})"
-    figure = stacked_bars(ends, parts, axis, unit.hover("x"), lambda length: size(length * unit.nbytes))
+    figure = stacked_bars(ends, parts, axis, unit.hover("x"), lambda length: size(length * unit.size))
     # the alternative text names the categories in bytes, as the legend has no numbers
     categories = []
     for name, nbytes in memory.by_category.items():
@@ -49,7 +49,7 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     return titled(figure, _finding(memory), conditions, alt, 86 + 43 * len(ends))
 
 
-def _parts(memory: DeviceMemory, bars: int, unit: ByteUnit) -> list[Part]:
+def _parts(memory: DeviceMemory, bars: int, unit: AxisUnit) -> list[Part]:
     """Return what fills the one or two bars; what is in none of them is left out.
 
     Categories are known at the peak alone.

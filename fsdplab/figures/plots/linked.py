@@ -17,8 +17,8 @@ from typing import Any
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
+from fsdplab.figures.axis_units import AxisUnit, byte_unit
 from fsdplab.figures.bars import Mark, Span, downsample, lane, mark_lanes, named_axis
-from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import bands, total
@@ -107,7 +107,7 @@ class _Step:
         return max(self.memory, key=total)
 
     @property
-    def unit(self) -> ByteUnit:
+    def unit(self) -> AxisUnit:
         """The unit of the memory's axis."""
         return byte_unit([total(self.top)])
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdplab.common.names import category_titles
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.axis_units import MEGABYTES, AxisUnit, byte_unit, time_unit
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.byte_axis import MEGABYTES, ByteUnit, byte_unit
 from fsdplab.figures.conclusion import most_sharded, verdict
 from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, Row
+from fsdplab.figures.profile_data import Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, DARK_ALARM, card_words, mark_level, titled
 from fsdplab.figures.table import OVER
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, missing, view, views
@@ -92,7 +92,7 @@ def _over(run: RunView) -> str:
     return "out of memory" if run.status == "out_of_memory" else OVER
 
 
-def _parts(splits: Sequence[Mapping[str, int]], unit: ByteUnit, shown: Sequence[RunView] = ()) -> list[Part]:
+def _parts(splits: Sequence[Mapping[str, int]], unit: AxisUnit, shown: Sequence[RunView] = ()) -> list[Part]:
     """Return the categories that at least one of the bars holds, as they are called of these runs."""
     titles = category_titles(run.spec for run in shown)
     parts = []
@@ -202,27 +202,30 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     """
     run = view(record)
     rows = _memory_of_rank(record, rank)
-    times = [float(row["time_ns"]) / MS for row in rows]
+    times_s = [float(row["time_ns"]) / 1e9 for row in rows]
+    clock = time_unit(times_s)
+    times = [clock.of(time_s) for time_s in times_s]
     totals = [total(row) for row in rows]
     top = max(range(len(rows)), key=totals.__getitem__)
-    peak_ms, peak_bytes = times[top], totals[top]
+    peaks_at, peak_bytes = times[top], totals[top]
     titles = category_titles([run.spec])
     unit = byte_unit(totals)
     figure = go.Figure(bands(rows, times, titles, unit))
-    figure.add_trace(peak(peak_ms, peak_bytes, unit))
+    figure.add_trace(peak(peaks_at, peak_bytes, unit))
     name = f"<b>peak {size(peak_bytes)}</b>"
     red = dict(color=ALARM)
-    figure.add_annotation(x=peak_ms, y=unit.of(peak_bytes), text=name, showarrow=False, yshift=18, font=red)
+    figure.add_annotation(x=peaks_at, y=unit.of(peak_bytes), text=name, showarrow=False, yshift=18, font=red)
     if run.card:
         name = card_words(run.card, run.card_emulated)
         font = dict(color=DARK_ALARM, size=14)
         mark_level(figure, unit.of(run.card), name, "y", bgcolor=_BEHIND_NAME, font=font)
-    figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title=f"live memory ({unit.symbol})")
+    time_title = f"time since the step began ({clock.symbol})"
+    figure.update_layout(xaxis_title=time_title, yaxis_title=f"live memory ({unit.symbol})")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     # a card above the peak must be on the axis, with its line
     highest = max(peak_bytes, run.card or 0)
     figure.update_yaxes(range=[0, 1.18 * unit.of(highest)])  # with space for the words over it
-    title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {peak_ms:.0f} ms"
+    title = f"{run.label}: rank {rank} peaks at {size(peak_bytes)} after {seconds(times_s[top])}"
     where = f"{how_and_where([run])}, one step{_emulated([run])}"
     alt = f"Stacked area of memory through one step. {title}."
     return titled(figure, title, where, alt, 360)
@@ -250,7 +253,7 @@ def bands(
     rows: list[Row],
     times: list[float],
     names: Mapping[str, str] = CATEGORY_NAMES,
-    unit: ByteUnit = MEGABYTES,
+    unit: AxisUnit = MEGABYTES,
     **more: str,
 ) -> list[go.Scatter]:
     """Draw the stack of the categories that the rows hold; each holds its level until the next event."""

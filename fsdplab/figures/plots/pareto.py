@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdplab.common.sizes import seconds, size
+from fsdplab.figures.axis_units import MEGABYTES, MILLISECONDS, AxisUnit, byte_unit, time_unit
 from fsdplab.figures.bars import whiskers
-from fsdplab.figures.byte_axis import MEGABYTES, ByteUnit, byte_unit
 from fsdplab.figures.fastest import fastest_words, those_that_fit
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
@@ -27,6 +27,13 @@ _HOLLOW = "rgba(128,132,136,0.15)"
 
 Ranges = tuple[list[float], list[float]]  # of x and of y, each from its low to its high end
 Point = tuple[float, float]
+
+
+class Units(NamedTuple):
+    """The units of both axes."""
+
+    memory: AxisUnit = MEGABYTES
+    time: AxisUnit = MILLISECONDS
 
 
 class Box(NamedTuple):
@@ -47,7 +54,7 @@ class _Place(NamedTuple):
 
 
 def pareto(runs: Runs) -> go.Figure:
-    """Draw bubbles of peak memory (x) against the median step (ms, y), area = exposed time, with the quartiles of
+    """Draw bubbles of peak memory (x) against the median step (y), area = exposed time, with the quartiles of
     the step as whiskers, and the Pareto front and the card as lines.
 
     `runs`: records, or a comparison dict. ValueError if no run has both numbers. Runs out of memory have no step and
@@ -61,26 +68,29 @@ def pareto(runs: Runs) -> go.Figure:
         )
     # a run over the card is drawn, but it is no choice, and so not on the front, unless none fits
     best = front(those_that_fit(drawn))
-    unit = byte_unit(known(run.peak) for run in drawn)
-    ranges = _ranges(drawn, unit)
+    memory = byte_unit(known(run.peak) for run in drawn)
+    time = time_unit(known(run.step_median) for run in drawn)
+    units = Units(memory, time)
+    ranges = _ranges(drawn, units)
     # the front is the first trace: bubbles lie over it, and `_lines` reads it from `figure.data[0]`
-    figure = go.Figure(_front_line(best, ranges, unit))
-    figure.add_traces([_bubble(run, drawn, unit) for run in drawn])
+    figure = go.Figure(_front_line(best, ranges, units))
+    figure.add_traces([_bubble(run, drawn, units) for run in drawn])
     figure.update_layout(showlegend=False)
-    figure.update_xaxes(title_text=f"peak memory of the worst rank ({unit.symbol})", range=ranges[0])
-    figure.update_yaxes(title_text="median step (ms)", range=ranges[1])
-    _mark_cards(figure, shown, ranges, unit)
+    figure.update_xaxes(title_text=f"peak memory of the worst rank ({memory.symbol})", range=ranges[0])
+    figure.update_yaxes(title_text=f"median step ({time.symbol})", range=ranges[1])
+    _mark_cards(figure, shown, ranges, memory)
     # last, since the labels keep off the front and off the lines of cards
-    _add_labels(figure, drawn, best, ranges, unit)
+    _add_labels(figure, drawn, best, ranges, units)
     title = _finding(drawn, best[0])
     where = _conditions(shown, drawn)
     return titled(figure, title, where, _alt(drawn, best), _HEIGHT + 68)
 
 
-def _spot(run: RunView, unit: ByteUnit = MEGABYTES) -> Point:
-    """Return where a run lies on the axes: (peak in the axis's unit, step in ms)."""
-    milliseconds = known(run.step_median) * 1e3
-    return unit.of(known(run.peak)), milliseconds
+def _spot(run: RunView, units: Units = Units()) -> Point:
+    """Return where a run lies on the axes: (its peak, its step), each in the axis's unit."""
+    x = units.memory.of(known(run.peak))
+    y = units.time.of(known(run.step_median))
+    return x, y
 
 
 def front(runs: Sequence[RunView]) -> list[RunView]:
@@ -115,15 +125,15 @@ def _longest_exposed(drawn: Sequence[RunView]) -> float:
     return max((run.exposed_s or 0 for run in drawn), default=0)
 
 
-def _ranges(drawn: Sequence[RunView], unit: ByteUnit) -> Ranges:
+def _ranges(drawn: Sequence[RunView], units: Units) -> Ranges:
     # axes begin at zero, since distances from it are what is compared
-    peaks, steps = zip(*(_spot(run, unit) for run in drawn))
+    peaks, steps = zip(*(_spot(run, units) for run in drawn))
     return [0, _MARGIN * max(peaks)], [0, _MARGIN * max(steps)]
 
 
-def _front_line(best: Sequence[RunView], ranges: Ranges, unit: ByteUnit) -> go.Scatter:
+def _front_line(best: Sequence[RunView], ranges: Ranges, units: Units) -> go.Scatter:
     """Draw the stairs from the upper edge along the front to the right edge; left of them and below there is no run."""
-    xs, ys = zip(*(_spot(run, unit) for run in best))
+    xs, ys = zip(*(_spot(run, units) for run in best))
     right, top = ranges[0][1], ranges[1][1]
     # front (10 MB, 3 s), (20 MB, 2 s): down at 10 MB to 3 s, right to 20 MB, down to 2 s, right to the edge
     stairs_x = [xs[0], *xs, right]
@@ -131,10 +141,10 @@ def _front_line(best: Sequence[RunView], ranges: Ranges, unit: ByteUnit) -> go.S
     return line("Pareto front", _GREY, stairs_x, stairs_y, 2, "dot", line_shape="hv", hoverinfo="skip")
 
 
-def _bubble(run: RunView, drawn: list[RunView], unit: ByteUnit) -> go.Scatter:
+def _bubble(run: RunView, drawn: list[RunView], units: Units) -> go.Scatter:
     """Draw one run; hollow where its exposed time was not measured."""
     colour = strategy_colour(run.strategy, run.engine)
-    x, y = _spot(run, unit)
+    x, y = _spot(run, units)
     if run.exposed_s is not None:
         fill = colour
         edge = dict(color=EDGE, width=1)
@@ -142,15 +152,14 @@ def _bubble(run: RunView, drawn: list[RunView], unit: ByteUnit) -> go.Scatter:
         fill = _HOLLOW
         edge = dict(color=colour, width=3)
     marker = dict(color=fill, opacity=0.85, symbol="circle", line=edge)
-    hover = f"{run.label}<br>{unit.hover('x')}, %{{y:.1f}} ms<br>{_exposed(run)}<extra></extra>"
-    # in ms, as the axis is
-    quartiles = whiskers([run], 1e-3)
+    hover = f"{run.label}<br>{units.memory.hover('x')}, {units.time.hover('y')}<br>{_exposed(run)}<extra></extra>"
+    quartiles = whiskers([run], units.time.size)
     return points(
         run.label, colour, [x], [y], diameter(run, drawn), marker=marker, error_y=quartiles, hovertemplate=hover
     )
 
 
-def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges, unit: ByteUnit) -> None:
+def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges, unit: AxisUnit) -> None:
     """Draw the line of each card that lies on the axis."""
     cards = {run.card for run in shown if run.card}
     emulated = any(run.card_emulated for run in shown)
@@ -164,15 +173,15 @@ def _mark_cards(figure: go.Figure, shown: Sequence[RunView], ranges: Ranges, uni
 
 
 def _add_labels(
-    figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunView], ranges: Ranges, unit: ByteUnit
+    figure: go.Figure, drawn: Sequence[RunView], best: Sequence[RunView], ranges: Ranges, units: Units
 ) -> None:
     """Write each run's name and exposed time, bold on the front, with a line to its bubble."""
-    shifts = placed(drawn, ranges, _lines(figure, ranges), unit)
+    shifts = placed(drawn, ranges, _lines(figure, ranges), units)
     for run, (across, up) in zip(drawn, shifts):
         text = _words(run)
         if run in best:
             text = text.replace(run.label, f"<b>{run.label}</b>", 1)
-        x, y = _spot(run, unit)
+        x, y = _spot(run, units)
         figure.add_annotation(
             text=text,
             font=dict(size=14),
@@ -221,12 +230,10 @@ def _box_of(start: Point, end: Point, ranges: Ranges) -> Box:
     return Box(left - 1, below - 1, right + 1, above + 1)
 
 
-def placed(
-    drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = (), unit: ByteUnit = MEGABYTES
-) -> list[Point]:
+def placed(drawn: Sequence[RunView], ranges: Ranges, lines: Sequence[Box] = (), units: Units = Units()) -> list[Point]:
     """Return pixels from each bubble's middle to its label's: the nearest place that covers no label, bubble, line."""
     # 1. every bubble takes its square first, so that no label covers a bubble placed later
-    middles = [_pixels(_spot(run, unit), ranges) for run in drawn]
+    middles = [_pixels(_spot(run, units), ranges) for run in drawn]
     radii = [diameter(run, drawn) / 2 for run in drawn]
     taken = [_around(middle, radius, radius) for middle, radius in zip(middles, radii)]
     shifts = []

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from fsdplab.common.sizes import percent, seconds
 from fsdplab.figures import profile_data as profile
+from fsdplab.figures.axis_units import time_unit
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, duration
+from fsdplab.figures.profile_data import duration
 from fsdplab.figures.style import ALARM, EXPOSED_COLOURS, STEP_COLOURS, titled
 from fsdplab.profiling.diagnosis import diagnosis, named_finding
 from fsdplab.profiling.findings import Finding, findings
@@ -29,7 +30,7 @@ _ALIKE = 0.002  # of a step: a smaller part is not drawn
 
 
 class _Cause(NamedTuple):
-    """A part of the step: what it was spent on, its colour, and its length in ns or ms."""
+    """A part of the step: what it was spent on, its colour, and its length in ns or in seconds."""
 
     name: str
     colour: str
@@ -60,18 +61,20 @@ def step_causes(record: RunRecord) -> go.Figure:
 
 def _bars(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> go.Figure:
     """Draw the step's bar, and below it the one of what the diagnosis names, if it names something."""
+    unit = time_unit([facts.step_s])
     ends = {_STEP: f"<b>{seconds(facts.step_s)}</b>"}
     if fault is None:
-        parts = [Part(cause.name, cause.colour, [cause.length]) for cause in causes]
+        parts = [Part(cause.name, cause.colour, [unit.of(cause.length)]) for cause in causes]
     else:
         share = percent(fault.seconds / facts.step_s)
         ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({share} of a step)"
         # a finding is drawn at most as long as the step
-        cost_ms = min(1e3 * facts.step_s, 1e3 * fault.seconds)
+        cost_s = min(facts.step_s, fault.seconds)
         # the lengths in the step's bar and in that of the fault
-        parts = [Part(cause.name, cause.colour, [cause.length, 0.0]) for cause in causes]
-        parts.append(Part(_FAULT, ALARM, [0.0, cost_ms]))
-    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.3f} ms", lambda ms: duration(ms * MS))
+        parts = [Part(cause.name, cause.colour, [unit.of(cause.length), 0.0]) for cause in causes]
+        parts.append(Part(_FAULT, ALARM, [0.0, unit.of(cost_s)]))
+    axis = f"one step ({unit.symbol})"
+    figure = stacked_bars(ends, parts, axis, unit.hover("x"), lambda length: seconds(length * unit.size))
     # hatched, as its red is near that of exposed communication
     hatch = dict(shape="/", size=7, solidity=0.25)
     return figure.update_traces(marker_pattern=hatch, selector=dict(name=_FAULT))
@@ -80,7 +83,7 @@ def _bars(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> 
 def _alt(causes: Sequence[_Cause], fault: Finding | None, facts: StepFacts) -> str:
     parts = []
     for cause in causes:
-        length = duration(cause.length * MS)
+        length = seconds(cause.length)
         parts.append(f"{cause.name} {length}")
     words = ", ".join(parts)
     if fault is not None:
@@ -111,43 +114,43 @@ def _named(finding: Finding) -> str:
 
 
 def _causes(facts: StepFacts) -> list[_Cause]:
-    """Return each part of the step, in ms; together they are a timed step, as findings claim parts of it.
+    """Return each part of the step, in seconds; together they are a timed step, as findings claim parts of it.
 
     The profiler makes all of a step longer but for loading, which is as long as in the timed steps.
     """
     worst = facts.worst
     loading, idle = _idle(facts)
-    loaded_ms = _loaded_ms(facts)
+    loaded_s = _loaded_s(facts)
     # what is left of the step beside loading, over its length in the profiled step:
-    # profiled 800 ms with 300 of loading, timed 700 ms: the other 500 ms shrink to 400, so 0.8e-6 ms for each ns
-    rest_ms = 1e3 * facts.step_s - loaded_ms
-    scale = rest_ms / (worst.step_ns - loading.length)
+    # profiled 800 ms with 300 of loading, timed 700 ms: the other 500 ms shrink to 400, so 0.8e-9 s for each ns
+    rest_s = facts.step_s - loaded_s
+    scale = rest_s / (worst.step_ns - loading.length)
     causes = [
         _Cause("computing alone", STEP_COLOURS["compute only"], worst.compute_only_ns),
         _Cause("communication hidden under computing", STEP_COLOURS["overlapped"], worst.overlapped_ns),
         # divided here, since all lengths are multiplied by `scale` below
-        loading._replace(length=loaded_ms / scale),
+        loading._replace(length=loaded_s / scale),
         *_exposed(facts),
         *idle,
     ]
     drawn = []
     for cause in causes:
-        milliseconds = scale * cause.length
+        length_s = scale * cause.length
         # parts of less than 0.2 % of the step would only lengthen the legend
-        if milliseconds >= _ALIKE * 1e3 * facts.step_s:
-            drawn.append(cause._replace(length=milliseconds))
+        if length_s >= _ALIKE * facts.step_s:
+            drawn.append(cause._replace(length=length_s))
     return drawn
 
 
-def _loaded_ms(facts: StepFacts) -> float:
+def _loaded_s(facts: StepFacts) -> float:
     """Return how long a step waits for its data: as the loop counted it, else as the trace shows it."""
     loading, _ = _idle(facts)
     counted = facts.activities.get("loading")
     if not loading.length or counted is None:
         shrunk = min(1.0, facts.step_s * 1e9 / facts.worst.step_ns)  # a profiled step may be the longer one
-        return loading.length / MS * shrunk
+        return loading.length / 1e9 * shrunk
     # at most 99 % of the step, so that something is left to scale
-    return min(1e3 * counted.seconds, 0.99e3 * facts.step_s)
+    return min(counted.seconds, 0.99 * facts.step_s)
 
 
 def _exposed(facts: StepFacts) -> list[_Cause]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.common.sizes import percent, seconds, three_digits
+from fsdplab.figures.axis_units import AxisUnit, time_unit
 from fsdplab.figures.bars import Part, stacked_bars, whiskers
 from fsdplab.figures.conclusion import baseline, most_sharded, steady_step_beside
 from fsdplab.figures.fastest import listed, step_words
@@ -28,8 +29,10 @@ def step_time(runs: Runs) -> go.Figure:
     if not timed:
         raise ValueError("no run has a timed step to draw: every run ended before its first timed step")
     # runs without a timed step keep their row, with the reason instead of a bar
-    figure = _median_bars(shown)
-    figure.add_trace(_fastest_ticks(timed))
+    # 0 draws no bar; whiskers and words at bars' ends are on the axis too
+    unit = time_unit(_reached_s(run) for run in timed)
+    figure = _median_bars(shown, unit)
+    figure.add_trace(_fastest_ticks(timed, unit))
     figure.update_layout(showlegend=False)
     compared = [run for run in timed if run.engine != "twin"]  # which only replays what the others do
     title = step_words(compared or timed)
@@ -45,7 +48,7 @@ def step_time(runs: Runs) -> go.Figure:
     return titled(figure, title, where, alt, 86 + 43 * len(shown))
 
 
-def _median_bars(shown: Sequence[RunView]) -> go.Figure:
+def _median_bars(shown: Sequence[RunView], unit: AxisUnit) -> go.Figure:
     ends, untimed = {}, []
     medians, colours, reached, tokens_per_s = [], [], [], []  # one of each a bar
     for run in shown:
@@ -55,25 +58,26 @@ def _median_bars(shown: Sequence[RunView]) -> go.Figure:
             ends[run.label] = f"<b>{_why_untimed(run)}</b>"
             untimed.append(run.label)
         # 0 draws no bar; the words begin at the axis
-        medians.append(run.step_median or 0)
+        medians.append(unit.of(run.step_median or 0))
         colours.append(strategy_colour(run.strategy, run.engine))
         # words at a bar's end begin behind its upper whisker
-        reached.append(_reached_s(run))
+        reached.append(unit.of(_reached_s(run)))
         tokens_per_s.append(run.summary.tokens_per_s)
     bars = Part("median step", STRATEGY_COLOURS["no_shard"], medians)
-    hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
-    figure = stacked_bars(ends, [bars], "seconds per step", hover, alarming=untimed, marked=reached)
+    hover = f"{unit.hover('x')}<br>%{{customdata:,.0f}} tokens/s"
+    axis = f"one step ({unit.symbol})"
+    figure = stacked_bars(ends, [bars], axis, hover, alarming=untimed, marked=reached)
     # one trace has the bars of all runs, so its error bars are a list, too
-    figure.data[-1].error_x = whiskers(shown)
+    figure.data[-1].error_x = whiskers(shown, unit.size)
     return figure.update_traces(customdata=tokens_per_s, marker_color=colours)
 
 
-def _fastest_ticks(timed: Sequence[RunView]) -> go.Scatter:
+def _fastest_ticks(timed: Sequence[RunView], unit: AxisUnit) -> go.Scatter:
     # records without the fastest step have the tick at their median
-    fastest = [run.summary.step_time_s.min or run.step_median or 0 for run in timed]
+    fastest = [unit.of(run.summary.step_time_s.min or run.step_median or 0) for run in timed]
     labels = [run.label for run in timed]
     upright = dict(symbol="line-ns", line=dict(color=DARK_INK, width=3))
-    hover = "%{y}<br>fastest %{x:.3f} s<extra></extra>"
+    hover = f"%{{y}}<br>fastest {unit.hover('x')}<extra></extra>"
     return points("fastest step", DARK_INK, fastest, labels, 26, marker=upright, hovertemplate=hover)
 
 
@@ -136,34 +140,43 @@ def steady_steps(runs: Runs) -> go.Figure:
         return step_time(runs)
     # ranks that waited for a core measured this machine's load
     timed = [run for run in shown if run.step_median and not run.summary.short_of_cores]
+    unit = _unit_of(simulated, timed)
     ends, over, reached = {}, [], []
     for run in shown:
         ends[run.label] = _steady_end(run)
         if run.over_card:
             over.append(run.label)
-        # how far the diamond over its bar reaches, in ms as the bars
-        reached.append(_reached_s(run) * 1e3 if run in timed else 0.0)
-    parts = _steady_parts(shown)
-    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reached)
+        # how far the diamond over its bar reaches
+        reached.append(unit.of(_reached_s(run)) if run in timed else 0.0)
+    parts = _steady_parts(shown, unit)
+    axis = f"one step ({unit.symbol})"
+    figure = stacked_bars(ends, parts, axis, unit.hover("x"), alarming=over, marked=reached)
     if timed:
-        figure.add_trace(_measured(timed))
+        figure.add_trace(_measured(timed, unit))
     some_left_out = any(run.summary.short_of_cores for run in shown)
     where = _steady_conditions(simulated, timed, some_left_out)
     alt = _steady_alt(simulated, timed)
     return titled(figure, _steady_words(shown), where, alt, 86 + 43 * len(shown))
 
 
-def _steady_parts(shown: Sequence[RunView]) -> list[Part]:
+def _unit_of(simulated: Sequence[RunView], timed: Sequence[RunView]) -> AxisUnit:
+    """Return the unit in which the simulated and the measured steps are drawn on one axis."""
+    lengths = [known(run.steady.step_time_s) for run in simulated]
+    lengths += [_reached_s(run) for run in timed]
+    return time_unit(lengths)
+
+
+def _steady_parts(shown: Sequence[RunView], unit: AxisUnit) -> list[Part]:
     splits = [_split(run) for run in shown]
     parts = []
     for place, (name, colour) in enumerate(_CLOCK):
-        milliseconds = [split[place] for split in splits]
-        parts.append(Part(name, colour, milliseconds))
+        lengths = [unit.of(split[place]) for split in splits]
+        parts.append(Part(name, colour, lengths))
     return parts
 
 
 def _split(run: RunView) -> tuple[float, float, float]:
-    """Return the ms of the parts of a step on the steady card, in the order of _CLOCK."""
+    """Return the seconds of the parts of a step on the steady card, in the order of _CLOCK."""
     # a run that was not simulated has a row without a bar: three zeros
     step = run.steady.step_time_s or 0.0
     exposed = run.steady.exposed_s or 0.0
@@ -175,17 +188,17 @@ def _split(run: RunView) -> tuple[float, float, float]:
         hidden = exposed * overlap / (1 - overlap) if overlap < 1 else 0.0
     # what is left of the step: the steady card is never idle
     computing = max(0.0, step - exposed - hidden)
-    return 1e3 * computing, 1e3 * hidden, 1e3 * exposed
+    return computing, hidden, exposed
 
 
-def _measured(timed: list[RunView]) -> go.Scatter:
+def _measured(timed: list[RunView], unit: AxisUnit) -> go.Scatter:
     """Draw a diamond at each measured median, with whiskers at its quartiles."""
     look = dict(symbol="diamond", color="white", size=11, line=dict(color=DARK_INK, width=1.5))
-    medians = [1e3 * known(run.step_median) for run in timed]
+    medians = [unit.of(known(run.step_median)) for run in timed]
     labels = [run.label for run in timed]
-    hover = "%{y}<br>measured %{x:.0f} ms<extra></extra>"
+    hover = f"%{{y}}<br>measured {unit.hover('x')}<extra></extra>"
     mark = points("measured step", "white", medians, labels, marker=look, hovertemplate=hover)
-    return mark.update(error_x=whiskers(timed, 1e-3))
+    return mark.update(error_x=whiskers(timed, unit.size))
 
 
 def _steady_end(run: RunView) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.sizes import size
+from fsdplab.figures.axis_units import AxisUnit, byte_unit
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.byte_axis import ByteUnit, byte_unit
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import listed
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
@@ -202,13 +202,13 @@ def _against_formulas(bars: list[_Bar]) -> str:
 # ---- what all of these figures share
 
 
-def _bars(ends: Mapping[str, str], parts: list[Part], unit: ByteUnit) -> go.Figure:
+def _bars(ends: Mapping[str, str], parts: list[Part], unit: AxisUnit) -> go.Figure:
     # three digits behind the point, as a ledger and its formula are compared
     hover = f"%{{x:.3f}} {unit.symbol}"
     return stacked_bars(ends, parts, f"bytes sent by one rank in one step ({unit.symbol})", hover)
 
 
-def _parts(rows: list[Sent], unit: ByteUnit) -> list[Part]:
+def _parts(rows: list[Sent], unit: AxisUnit) -> list[Part]:
     """Return the collectives that at least one row sends; the second all-gather of a step has its own shade."""
     names: dict[str, int] = {}  # in order of first appearance
     for sent in rows:
