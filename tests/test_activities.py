@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 from torch.profiler import profile, record_function
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from fsdplab.profiling import analyse_trace
@@ -180,7 +181,7 @@ def busy(seconds: float) -> None:
 
 def test_work_before_a_forward_is_preparing_and_waiting_is_not():
     network, taken = model(), Taken()
-    batches = Batches(network)
+    batches = Batches(network, pytest.fail)
 
     def prepared_ms(prepare: Any) -> float:
         taken.activities.clear()
@@ -216,7 +217,7 @@ def test_work_before_a_forward_is_preparing_and_waiting_is_not():
 def test_a_checksum_tells_batches_apart_by_all_of_their_tensors():
     def checksums(*steps: Any) -> dict[int, int]:
         network = nn.Identity()
-        batches = Batches(network)
+        batches = Batches(network, pytest.fail)
         for step, args in enumerate(steps):
             batches.loop_goes_on(Taken(), step)
             network(args)
@@ -239,13 +240,29 @@ def test_a_checksum_tells_batches_apart_by_all_of_their_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     others = [torch.eye(3).to_sparse(), nested, torch.empty(3, device="meta"), torch.empty(0)]
     assert checksums((x, others))[0] == checksums((x,))[0]
+    assert checksums(others, ("a sentence", [3, 4])) == {}
     # one buffer for all batches
     kept = torch.zeros(8)
-    batches = Batches(network := nn.Identity())
+    batches = Batches(network := nn.Identity(), pytest.fail)
     for step in range(2):
         batches.loop_goes_on(Taken(), step)
         network(kept.fill_(step))
     assert len(set(batches.checksums().values())) == 2
+
+
+def test_a_batch_that_cannot_be_looked_at_ends_no_forward():
+    class Lazy:
+        """A batch that reads its tensors when they are asked for, and whose file is gone."""
+
+    def read(batch: Lazy) -> Any:
+        raise OSError("shard-3.tar is gone")
+
+    register_pytree_node(Lazy, read, lambda content, context: Lazy())
+    reasons: list[str] = []
+    batches = Batches(network := nn.Identity(), reasons.append)
+    batches.loop_goes_on(Taken(), 8)
+    assert isinstance(network(Lazy()), Lazy)
+    assert reasons == ["the batch of step 8: OSError: shard-3.tar is gone"] and batches.checksums() == {}
 
 
 def test_steps_in_which_all_ranks_have_the_same_batch_are_counted():

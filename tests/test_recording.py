@@ -427,11 +427,12 @@ def test_a_job_that_was_asked_to_end_has_the_signals_exit_code(code, asked_by, e
 # ---- what the recording must not do
 
 
-def test_a_failure_of_the_recording_does_not_fail_the_job(tmp_path):
-    """The user's own sitecustomize runs too: this one breaks the recording."""
+@pytest.mark.parametrize("place", ["window.Window._begin_profile", "batches.tree_leaves"])
+def test_a_failure_of_the_recording_does_not_fail_the_job(tmp_path, place):
+    """The user's own sitecustomize runs too: this one breaks the recording, between two steps or in a forward."""
     (tmp_path / "site").mkdir()
-    broken = "import fsdplab.recording.window as window\n\ndef fail(*_):\n    raise MemoryError('injected')\n\n"
-    (tmp_path / "site" / "sitecustomize.py").write_text(f"{broken}window.Window._begin_profile = fail\n")
+    broken = "from fsdplab.recording import batches, window\n\ndef fail(*_):\n    raise MemoryError('injected')\n\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"{broken}{place} = fail\n")
     above = os.pathsep.join([str(ROOT), str(tmp_path / "site")])
     done = recorded(tmp_path / "out", JOBS / "plain.py", PYTHONPATH=above)
     alone = run(JOBS / "plain.py", cwd=tmp_path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +40,13 @@ class _Begin(NamedTuple):
 
 
 class Batches:
-    """Told when the loop goes on (`loop_goes_on`); looks at a batch when the model's forward begins."""
+    """Told when the loop goes on (`loop_goes_on`); looks at a batch when the model's forward begins.
 
-    def __init__(self, model: nn.Module) -> None:
+    `give_up` is told of an error while a batch is looked at, which may be of any type: the forward goes on.
+    """
+
+    def __init__(self, model: nn.Module, give_up: Callable[[str], None]) -> None:
+        self._give_up = give_up
         self._began: _Begin | None = None
         self._step = 0
         self._seen: dict[int, list[torch.Tensor]] = {}  # by step
@@ -75,11 +80,17 @@ class Batches:
         # a forward without a graph is one of an evaluation
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_main_thread():
             return
-        self._note_preparing()
-        seen = self._seen.setdefault(self._step, [])
-        for value in tree_leaves((args, kwargs)):
+        try:
+            self._note_preparing()
+            self._look_at((args, kwargs))
+        except Exception as error:  # such as one of a batch's own functions
+            self._give_up(f"the batch of step {self._step}: {type(error).__name__}: {error}")
+
+    def _look_at(self, batch: Any) -> None:
+        for value in tree_leaves(batch):
             if type(value) is torch.Tensor and _has_elements(value):
-                seen.append(_some_of(value))
+                # a step without tensors has no checksum: it would be that of all ranks
+                self._seen.setdefault(self._step, []).append(_some_of(value))
 
     def _note_preparing(self) -> None:
         began, self._began = self._began, None

@@ -10,12 +10,13 @@ An error of the recording is printed, noted, and ends the recording: the job goe
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,23 @@ from fsdplab.recording.subject import parameters_of
 if TYPE_CHECKING:
     from fsdplab.profiling import TagLog
     from fsdplab.recording.window import Window
+
+_Args = ParamSpec("_Args")
+
+
+def _or_gives_up(
+    told: Callable[Concatenate[RankRecorder, _Args], None],
+) -> Callable[Concatenate[RankRecorder, _Args], None]:
+    """Return a method of the recorder whose error ends the recording, and not the job that called it."""
+
+    @functools.wraps(told)
+    def guarded(self: RankRecorder, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
+        try:
+            told(self, *args, **kwargs)
+        except Exception as error:  # whatever it is: a recording may fail, its job may not
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    return guarded
 
 
 class RankRecorder:
@@ -76,48 +94,48 @@ class RankRecorder:
             stepped, self._inner = self._inner, None
             self.stepped(stepped)
 
+    @_or_gives_up
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped, and its range in a trace is closed."""
         if self.done:
             return
-        try:
-            if self._round.is_remade(optimizer):
-                self.taken.note("optimizer made", 0)
-            # in the first step it is not known yet which optimizer is the last
-            if self._round.is_first_of(optimizer):
-                self._end_first_step()
-                return
-            self.taken.first_losses = []
-            if optimizer is self._round.optimizers[-1]:
-                self.end_step(self._round.optimizers)
-        except Exception as error:  # whatever it is: a recording may fail, its job may not
-            self.give_up(f"{type(error).__name__}: {error}")
+        if self._round.is_remade(optimizer):
+            self.taken.note("optimizer made", 0)
+        # in the first step it is not known yet which optimizer is the last
+        if self._round.is_first_of(optimizer):
+            self._end_first_step()
+            return
+        self.taken.first_losses = []
+        if optimizer is self._round.optimizers[-1]:
+            self.end_step(self._round.optimizers)
 
     def stepping(self, optimizer: Any) -> Any:
         """Note that an optimizer is about to step, and return it."""
-        if not torch.compiler.is_compiling() and self._window is not None:
-            try:
-                self._window.before_update(optimizer)
-            except Exception as error:  # as in `stepped`
-                self.give_up(f"{type(error).__name__}: {error}")
+        if not torch.compiler.is_compiling():
+            self._before_update(optimizer)
         self._stepping_since = time.perf_counter_ns()
         return optimizer
 
+    @_or_gives_up
+    def _before_update(self, optimizer: Any) -> None:
+        if self._window is not None:
+            self._window.before_update(optimizer)
+
+    @_or_gives_up
     def note_loss(self, loss: torch.Tensor) -> None:
         """`backward` is called of this tensor."""
-        try:
-            self.taken.note_loss(loss)
-            self.taken.end_evaluation(trains=True)
-            if self._window is not None:
-                self._window.before_backward()
-        except Exception as error:  # as in `stepped`
-            self.give_up(f"{type(error).__name__}: {error}")
+        self.taken.note_loss(loss)
+        self.taken.end_evaluation(trains=True)
+        if self._window is not None:
+            self._window.before_backward()
 
+    @_or_gives_up
     def loop_goes_on(self) -> None:
         """Note that a step, a backward or the loading of a batch has ended, and that the loop's own code runs again."""
         if self._window is not None and is_main_thread():
             self._window.loop_goes_on(self.taken)
 
+    @_or_gives_up
     def mode_is_set(self, module: torch.nn.Module, trains: bool) -> None:
         """Note that a module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
         if not _trains(module, self._optimizers):
@@ -132,6 +150,7 @@ class RankRecorder:
         if not self.done and self.taken.may_begin():
             self.taken.note("garbage_collection", took_ns)
 
+    @_or_gives_up
     def profiler_starts(self) -> None:
         """Note that the job starts a profiler of its own, beside which no other one sees anything."""
         if self._window is not None:
@@ -139,15 +158,13 @@ class RankRecorder:
 
     # ---- one step after the other
 
+    @_or_gives_up
     def end_by_hand(self, optimizers: Sequence[Any], loss: torch.Tensor | float | None, tokens: int | None) -> None:
         """End a step, as the loop itself says."""
-        try:
-            if loss is not None:
-                self.taken.note_loss(torch.as_tensor(loss))
-            self.taken.tokens = tokens
-            self.end_step(optimizers)
-        except Exception as error:  # as in `stepped`
-            self.give_up(f"{type(error).__name__}: {error}")
+        if loss is not None:
+            self.taken.note_loss(torch.as_tensor(loss))
+        self.taken.tokens = tokens
+        self.end_step(optimizers)
 
     def end_step(self, optimizers: Sequence[Any]) -> None:
         """End a step, in which these optimizers stepped; what follows is the next one's."""
@@ -199,7 +216,9 @@ class RankRecorder:
         if self.settings.measures(place.rank, place.world_size, place.of_a_node):
             from fsdplab.recording.window import Window
 
-            self._window = Window(self.settings, place, self._rows, optimizers, self.model, self.tags)
+            self._window = Window(
+                self.settings, place, self._rows, optimizers, self.model, self.tags, give_up=self.give_up
+            )
 
     def give_up(self, why: str) -> None:
         """End the recording for this reason, which is printed and noted."""

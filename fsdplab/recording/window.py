@@ -52,7 +52,10 @@ class _Dropped(Exception):
 
 
 class Window:
-    """Measures the steps of `settings` on this rank; `between` is called after every step and before the next."""
+    """Measures the steps of `settings` on this rank; `between` is called after every step and before the next.
+
+    `give_up` ends the recording for a reason: for what is measured where no method of the window is called.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Window:
         optimizers: Sequence[Any],
         model: torch.nn.Module | None,
         tags: TagLog | None,
+        give_up: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._place = place
@@ -69,6 +73,7 @@ class Window:
         self._optimizers = optimizers
         self._model = model
         self._tags = tags
+        self._give_up = give_up
         self._warmup = 1 if place.device.type == "cuda" else 0
         self._memory_step = settings.memory_step(self._warmup)
         self._open = ExitStack()
@@ -138,12 +143,15 @@ class Window:
         if self._profiler is not None:
             self._profiler.stop()
         self._memory = self._profiler = self._subject = None
-        self._end_batches()
+        if self._batches is not None:
+            self._batches.end()
+        self._batches = None
         self._is_starting = False
 
     def close(self) -> None:
         """Measure nothing more."""
-        self._end_batches()
+        if self._batches is not None:
+            self._batches.end()
         self._open.__exit__(_Dropped, _Dropped(), None)
         if self._profiler is not None:
             self._profiler.stop()
@@ -215,7 +223,7 @@ class Window:
         self._open.enter_context(ended_with_the_profile())
         # a hook would have a compiled model compiled again
         if self._subject is not None and not is_compiled(self._subject.model):
-            self._batches = Batches(self._subject.model)
+            self._batches = Batches(self._subject.model, self._give_up)
 
     def _end_batches(self) -> dict[int, int]:
         """Look at no more batches; return the checksum of those of each step."""
