@@ -159,6 +159,24 @@ def test_a_manifest_that_cannot_be_written_is_said_on_all_ranks(ranks: Any, tmp_
     ranks(2, no_room_for_the_manifest, tmp_path / "checkpoint")
 
 
+def test_a_relative_folder_stays_where_it_was_when_the_job_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes, the lock, and later saves use the folder as it was named at first."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = CheckpointFolder("checkpoints")
+    checkpoints.save(model, optimizer, 1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpoints.wait()
+    checkpoints.save_last(model, optimizer, 2, patience_s=0.0)
+    checkpoints.close()
+    assert list(published(tmp_path / "checkpoints")) == [1, 2]
+    assert not (tmp_path / "checkpoints" / ".lock").exists() and not [*(tmp_path / "elsewhere").iterdir()]
+
+
 def test_without_ranks_it_works_too(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -104,7 +104,9 @@ class CheckpointFolder:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be 1 or more checkpoints, got {keep}")
-        self.folder, self.keep, self.allow_nan, self.patience_s = Path(folder), keep, allow_nan, patience_s
+        # absolute: the thread goes on writing there when the job has changed its working folder
+        self.folder = Path(folder).absolute()
+        self.keep, self.allow_nan, self.patience_s = keep, allow_nan, patience_s
         self.job = None if job is None else json.loads(json.dumps(job))
         # collectives of the thread that writes must not mix with those of training
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
