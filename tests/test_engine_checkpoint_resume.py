@@ -239,3 +239,33 @@ def test_a_value_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     model.seen = {"calls": 0}
     checkpoint.load(model, optimizer, tmp_path / "saved")
     assert model.seen == {"calls": 3}
+
+
+STEPPED_BY: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "SGD with dampening": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5),
+}
+
+
+@pytest.mark.parametrize("name", STEPPED_BY)
+def test_a_save_before_the_first_step_changes_no_training(tmp_path: Path, name: str) -> None:
+    """Neither that of the job that saved, nor that of one that loads: an optimizer's state is not zeros in all."""
+
+    def fresh() -> tuple[Any, torch.optim.Optimizer]:
+        model = Experts(chosen=2)
+        return model, STEPPED_BY[name](model.parameters())
+
+    expected = train(*fresh(), chosen=2, steps=3)
+    model, optimizer = fresh()
+    checkpoint.save(model, optimizer, tmp_path / "saved")
+    assert not optimizer.state
+    other, its = fresh()
+    checkpoint.load(other, its, tmp_path / "saved")
+    for found in (train(model, optimizer, chosen=2, steps=3), train(other, its, chosen=2, steps=3)):
+        for value, then in zip(found, expected, strict=True):
+            assert torch.equal(value, then)

@@ -20,6 +20,12 @@ STATE, GROUPS = "optim.state.", "optim.param_groups."
 # what torch's learning rate schedulers write into a group; an optimizer without a scheduler has none of it
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 Group = dict[str, Any]
+# what entries of a state hold before the first step, where that is not zero: a number, or the group's value of a name
+_BEFORE_THE_FIRST_STEP: Mapping[type[torch.optim.Optimizer], Mapping[str, float | str]] = {
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.ASGD: {"mu": 1.0, "eta": "lr"},
+    torch.optim.Rprop: {"step_size": "lr"},
+}
 
 
 @contextmanager
@@ -38,9 +44,10 @@ def zero_gradients(optimizer: torch.optim.Optimizer, wanted: Iterable[torch.Tens
 
 
 def make_states(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Make the state of `parameters` as their first step would, and leave the parameters as they are.
+    """Make the state of `parameters` as it is before their first step, and leave the parameters as they are.
 
-    A step with gradients of zero and a learning rate of 0 does it; the count of steps is set back.
+    A step with gradients of zero and a learning rate of 0 does it; what such a step changes, as the count of steps, is
+    set back.
     """
     if not parameters:
         return
@@ -56,10 +63,32 @@ def make_states(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
         for group, rate in zip(optimizer.param_groups, rates):
             if rate is not None:
                 group["lr"] = rate
-    for parameter in parameters:
-        steps = optimizer.state.get(parameter, {}).get("step")
-        if isinstance(steps, torch.Tensor):
-            steps.zero_()
+    chosen = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in chosen:
+                _set_back(optimizer, group, optimizer.state.get(parameter, {}))
+
+
+def _set_back(optimizer: torch.optim.Optimizer, group: Group, state: dict[str, Any]) -> None:
+    """Give the entries of one parameter's state the values that they have before the first step."""
+    first: dict[str, float | str] = {"step": 0.0}
+    for kind, entries in _BEFORE_THE_FIRST_STEP.items():
+        if isinstance(optimizer, kind):
+            first.update(entries)
+    for name, value in first.items():
+        entry = state.get(name)
+        if isinstance(entry, torch.Tensor):
+            entry.fill_(float(group[value] if isinstance(value, str) else value))
+
+
+def begins_with_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a state that `make_states` made is as good as none.
+
+    It is not for SGD with dampening: without a momentum its first step takes the whole gradient, with one of zeros a
+    part of it.
+    """
+    return not any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
 
 
 class SavedOptimizer:

@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdplab.checkpoint import extra as extras
 from fsdplab.checkpoint import files
-from fsdplab.checkpoint.optimizer import GROUPS, STATE, SavedOptimizer, give_states, make_states, parameters_of
+from fsdplab.checkpoint.optimizer import (
+    GROUPS,
+    STATE,
+    SavedOptimizer,
+    begins_with_zeros,
+    give_states,
+    make_states,
+    parameters_of,
+)
 
 
 def save(
@@ -168,8 +176,16 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def all_states(model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras.Extra | None) -> dict[str, Any]:
-    """Return what a save writes; ValueError for a value that could not be loaded again."""
+    """Return what a save writes; ValueError for a value that could not be loaded again.
+
+    An optimizer that has not stepped has no state afterwards either: its first step makes it, as without a save.
+    """
+    has_stepped = bool(optimizer.state)
     state = states_of(model, optimizer)
+    if not has_stepped:
+        optimizer.state.clear()
+        if not begins_with_zeros(optimizer):
+            state["optim"]["state"] = {}
     # What is no tensor is pickled, and a load would refuse more than plain values.
     plain = {}
     for name, value in flatten_state_dict(state)[0].items():
