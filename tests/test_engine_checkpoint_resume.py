@@ -269,3 +269,16 @@ def test_a_save_before_the_first_step_changes_no_training(tmp_path: Path, name: 
     for found in (train(model, optimizer, chosen=2, steps=3), train(other, its, chosen=2, steps=3)):
         for value, then in zip(found, expected, strict=True):
             assert torch.equal(value, then)
+
+
+def test_two_tensors_at_one_path_are_refused(tmp_path: Path) -> None:
+    """Of an extra state whose keys are equal as text, or have a dot, one tensor would be loaded in both places."""
+    model, optimizer = built("plain")
+    for state in (
+        {"a": [torch.ones(1)], "a.0": torch.zeros(1)},
+        {1: torch.ones(1), "1": torch.zeros(1)},
+        {"": {"x": torch.ones(1)}, "x": torch.zeros(1)},
+    ):
+        with pytest.raises(ValueError, match=r"two tensors of an extra state are at '(a\.0|1|x)' .*; rename one"):
+            checkpoint.save(model, optimizer, tmp_path / "saved", extra={"mine": state})
+    assert not (tmp_path / "saved").exists()

@@ -216,6 +216,11 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
     """Copy a value, with marks in the places of tensors; put the tensors into `tensors`."""
     # {"a": [tensor, 2]} becomes {"a": [("fsdplab tensor", "a.0"), 2]}, with the tensor under "a.0".
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise ValueError(
+                f"two tensors of an extra state are at {path!r} (keys that are equal as text, or have a dot), and only"
+                " one of them would be saved; rename one of the keys"
+            )
         tensors[path] = value.detach()
         mark = _SHARDED if isinstance(value, DTensor) else _TENSOR
         return mark, path
