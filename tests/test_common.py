@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.common.files import try_folder, write_whole
+from fsdplab.common.machine import output_of
 from fsdplab.common.processes import gone, send, send_group, state
 from fsdplab.common.pythons import without_package
 from fsdplab.common.sizes import parse_size, seconds, size
@@ -172,3 +173,18 @@ def test_files_written_whole_have_temporary_names_of_their_own(tmp_path, monkeyp
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda text: write_whole(tmp_path / "shared", text), ("a" * 9, "b" * 9)))
     assert (tmp_path / "shared").read_text() in ("a" * 9, "b" * 9) and len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_command_that_cannot_be_run_prints_nothing(tmp_path, monkeypatch):
+    """A file without the right to run, one that is no program, none at all, one that fails; bytes that are no text."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name, text, rights in (
+        ("no-right", "", 0o644),
+        ("no-program", "x", 0o755),
+        ("fails", "#!/bin/sh\necho yes; exit 3\n", 0o755),
+        ("prints", "#!/bin/sh\nprintf 'yes \\377'\n", 0o755),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(rights)
+    assert [output_of(name) for name in ("no-right", "no-program", "fails", "absent")] == [""] * 4
+    assert output_of("prints") == "yes \ufffd"

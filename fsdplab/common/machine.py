@@ -52,10 +52,12 @@ def memory_bytes() -> int:
 
 
 def output_of(*command: str) -> str:
-    """Return the output of a command; empty when it fails or is not installed."""
+    """Return the output of a command; empty when it fails, cannot be run here, or is not installed."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):  # a folder of PATH that none may enter is "Permission denied"
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
