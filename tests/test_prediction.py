@@ -257,6 +257,15 @@ def test_a_damaged_file_is_one_line(tmp_path, content):
 
 
 @pytest.mark.quick
+def test_a_cache_folder_that_cannot_be_read_is_one_line(monkeypatch):
+    """A run asks for it at its end, and would be lost: the HOME of another user, or here a name that is too long."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")
+    found = find_calibration(2)
+    assert found.calibration is None
+    assert "calibration.json cannot be read (File name too long); set XDG_CACHE_HOME to a folder that" in found.remark
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0])
 def test_rates_that_are_no_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match="matrix products|forward: expected a number of at least 0"):

@@ -60,11 +60,14 @@ def find_calibration(ranks: int, path: Path | None = None) -> Found:
     """Return the kept calibration of this machine for so many ranks."""
     path = path or calibration_file()
     again = f"run: {HOW} --world-size {ranks}"
-    if not path.is_file():
-        return Found(None, f"no step time is predicted before this machine is measured (10 s, once); {again}")
     try:
         calibrations = _read(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return Found(None, f"no step time is predicted before this machine is measured (10 s, once); {again}")
+    except OSError as error:  # the cache folder of another user, whose HOME this process has
+        why = f"{path} cannot be read ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+        return Found(None, f"no step time is predicted: {why}, and {again}")
+    except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:80]
         return Found(None, f"no step time is predicted: the calibration in {path} is damaged ({reason}); {again}")
     machine = this_machine()
