@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplab import cli, figures
-from fsdplab.cli.doctor import calibrate_if_needed
+from fsdplab.cli.doctor import calibrate_here, calibrate_if_needed
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.common.words import MISSING
@@ -381,4 +381,9 @@ def test_a_comparison_that_needs_a_calibration_makes_one_once(tmp_path, monkeypa
 
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     calibrate_if_needed([tiny], Outputs())
-    assert "no step time is predicted: " in capsys.readouterr().out, "and the runs go on"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no step time is predicted: /dev/null/fsdplab/calibration.json cannot be written" in said
+    with pytest.raises(SystemExit) as ended:
+        calibrate_here(2, Outputs())
+    assert ended.value.code == 2 and "set XDG_CACHE_HOME to a folder that can" in capsys.readouterr().err
+    assert asked == [2], "nothing is measured that cannot be kept, and the runs go on"

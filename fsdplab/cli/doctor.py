@@ -19,7 +19,7 @@ from fsdplab.cli.options import begin_warm
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common import sizes
 from fsdplab.common.errors import RunError
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.sizes import three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
@@ -121,6 +121,11 @@ def calibrate_here(ranks: int, outputs: Outputs) -> Answer:
     """Measure on `ranks` ranks, and keep the figures. Nothing is kept if a rank fails."""
     if not 1 <= ranks <= MOST_RANKS:
         refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
+    path = calibration_file()
+    try:
+        try_folder(path.parent)  # before the measurement, which takes its time
+    except OSError as error:
+        refuse(_not_kept(path, error))
     began = time.monotonic()
     what = f"calibrating {ranks} ranks at once"
     with outputs.console().status(what) as status:
@@ -128,17 +133,21 @@ def calibrate_here(ranks: int, outputs: Outputs) -> Answer:
             calibration = measure(ranks, lambda now: status.update(f"{what}: {now}"))
         except RanksFailed as error:
             raise RunError(f"the calibration did not end, and nothing is kept: {error}") from error
-    path = calibration_file()
     try:
         keep(calibration, path)
     except OSError as error:
-        refuse(f"{path} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can")
+        refuse(_not_kept(path, error))
     took = sizes.seconds(time.monotonic() - began)
     where = (
         f"measured in {took} on {ranks} ranks at once and kept in {path}; compare"
         " now predicts step times on as many ranks"
     )
     return Answer((_table(calibration), Line(where)), {"format": FORMAT, "calibration": asdict(calibration)})
+
+
+def _not_kept(path: Path, error: OSError) -> str:
+    """Say why no calibration is kept, and what to do."""
+    return f"{path} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can"
 
 
 def write_own_card(file: Path, seconds: float, outputs: Outputs) -> Answer:
@@ -149,10 +158,14 @@ def write_own_card(file: Path, seconds: float, outputs: Outputs) -> Answer:
         refuse(f"{file} is no name for a plan's --gpu; expected one that ends in .json")
     if not 1 <= seconds <= 600:
         refuse(f"--seconds is {seconds:g}; expected 1 to 600")
+    try:
+        try_output(file)  # before the measurement
+    except OSError as error:
+        refuse(f"{file} cannot be written ({error.strerror or error}); give another file")
     with outputs.console().status("measuring") as status:
         card = measure_card(seconds, lambda now: status.update(f"measuring {now}"))
     try:
-        write_whole(file, json.dumps(card.as_file(), indent=1) + "\n")
+        write_output(file, json.dumps(card.as_file(), indent=1) + "\n")
     except OSError as error:
         refuse(f"{file} cannot be written ({error.strerror or error}); give another file")
     measured = [
@@ -176,10 +189,16 @@ def calibrate_if_needed(specs: Sequence[RunSpec], outputs: Outputs) -> None:
 
     Behind a link step times are simulated, so no calibration is needed. If it fails, runs have no predicted step time.
     """
+    path = calibration_file()
     # rates depend on how many ranks share the cores, so each number is measured for itself
     for ranks in sorted({spec.world_size for spec in specs if needs_calibration(spec)}):
         if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:
             continue
+        try:
+            try_folder(path.parent)
+        except OSError as error:  # measured again for each comparison, and lost
+            outputs.show([Line(f"no step time is predicted: {_not_kept(path, error)}")])
+            return
         if not outputs.quiet:
             outputs.show([Line(f"calibrating {ranks} ranks of this machine for its predictions: 10 s, once")])
         try:
