@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_a_file_finds_the_modules_beside_it(tmp_path):
     path = _written(tmp_path / "uses_it.py", "import torch\nfrom beside_mine import WIDTH\n" + REST.replace(
         "def model(): ...", "def model(): return torch.nn.Linear(WIDTH, 1)"))  # fmt: skip
     assert workload_in(path).build("cpu", 0).in_features == 7
+
+
+def test_a_file_that_changes_the_working_folder_leaves_that_of_its_reader(tmp_path, monkeypatch):
+    """Its own path, and that of a record, are relative to it; a rank stays where the file went, to read its data."""
+    (tmp_path / "sub").mkdir()
+    _written(tmp_path / "sub" / "goes.py", "import os\nos.chdir(os.path.dirname(__file__))\n" + REST)
+    _written(tmp_path / "sub" / "fails.py", "import os\nos.chdir('/')\n1 / 0\n" + REST)
+    monkeypatch.chdir(tmp_path)
+    for name in ("goes", "fails"):
+        with contextlib.suppress(ModelError):
+            check_code(RunSpec(model=f"sub/{name}.py"))
+        assert Path.cwd() == tmp_path
+    monkeypatch.setenv("FSDPLAB_TEMPORARY", "as in a rank")
+    _written(tmp_path / "sub" / "goes.py", "import os\nos.chdir(os.path.dirname(__file__))\n" + REST + "# changed\n")
+    workload_in(Path("sub/goes.py"))
+    assert Path.cwd() == tmp_path / "sub"
 
 
 def test_a_file_is_read_again_after_an_edit(tmp_path):

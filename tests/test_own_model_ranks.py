@@ -110,6 +110,19 @@ def test_compare_on_the_command_line_has_a_page_a_table_and_a_record(tmp_path, c
     assert again.value.code == 0
 
 
+@pytest.mark.full("what the caller does with such a file is in test_own_model.py")
+def test_a_file_that_goes_to_its_own_folder_reads_there_and_is_recorded_here(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "width.txt").write_text("7")
+    source = MINE.read_text() + "\nimport os\nos.chdir(os.path.dirname(__file__))\nfirst = batch\n"
+    source += "def batch(at):\n    assert open('width.txt').read() == '7'\n    return first(at)\n"
+    (tmp_path / "sub" / "goes.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    record = run("sub/goes.py", directory="out", steps=1, device="cpu")
+    assert record.status == "finished" and Path.cwd() == tmp_path
+    assert RunRecord.load(tmp_path / "out").summary.losses == record.summary.losses
+
+
 def test_bench_takes_engines_in_turn():
     specs = [RunSpec(model=str(MINE), engine=engine, strategy=strategy, memory=False, device="cpu")
              for engine, strategy in ENGINES]  # fmt: skip

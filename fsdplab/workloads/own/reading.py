@@ -6,10 +6,13 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from fsdplab.common.temporary import TEMPORARY
 from fsdplab.workloads.errors import ModelError
 
 from .value import Workload
@@ -43,12 +46,29 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module
     beside_it(str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with _working_folder_kept():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         # a half-imported module would be found by the next import
         del sys.modules[name]
         raise ModelError(f"{path.name} cannot be imported: {where_in(path, error)}") from error
     return module
+
+
+@contextmanager
+def _working_folder_kept() -> Iterator[None]:
+    """Go back to the working folder after a file's `os.chdir(...)`: paths that the caller was given are relative to it.
+
+    A rank has no paths of its own, and the functions of the file may read what lies in the folder that it chose.
+    """
+    if TEMPORARY in os.environ:
+        yield
+        return
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def beside_it(folder: str) -> None:
