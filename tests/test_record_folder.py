@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from fsdplab.cli.app import main
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.records.folder import MARKER, claim_folder, claim_free_folder, is_record, release_folder
-from fsdplab.sessions import RunSpec, run
+from fsdplab.sessions import RunSpec, run, run_and_record
 
 pytestmark = pytest.mark.quick
 TINY = RunSpec(model="gpt-tiny", steps=1, warmup=1, memory=False, device="cpu")
@@ -65,6 +67,21 @@ def test_a_run_that_ended_in_the_middle_leaves_a_folder_that_can_be_used(tmp_pat
     claim_folder(tmp_path / "run")
     assert tree(tmp_path / "run").keys() == {MARKER}
     claim_folder(tmp_path / "run", replace=False)  # nothing of a record is there
+
+
+def test_a_run_that_could_not_begin_keeps_no_folder(tmp_path, monkeypatch):
+    """A disk that is full when its spec, or the folder's marker, is written: the next run gets the folder."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for place, name in ((run_and_record, "write_whole"), (os, "pwrite"), (run_and_record.RunningRanks, "start")):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, full)
+            with pytest.raises(OSError, match="No space left on device"):
+                run(TINY, directory=tmp_path / "run")
+        claim_folder(tmp_path / "run")
+        release_folder(tmp_path / "run")
 
 
 def test_a_record_of_before_the_marker_is_one(tmp_path):

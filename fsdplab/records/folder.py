@@ -146,8 +146,12 @@ def _hold(folder: Path, exclusive: int = 0) -> bool:
         except OSError:  # a file system without locks: a marker that is made with O_EXCL has one maker nevertheless
             pass
         _held[_key(folder)] = descriptor
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _TOLD.encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _TOLD.encode(), 0)
+        except OSError:  # a full disk
+            release_folder(folder)
+            raise
     return True
 
 

@@ -86,22 +86,21 @@ class StartedRun:
         if spec.own_model:
             self._source = source_of(spec.model).text  # as it was when the run began
         self.folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
-        self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
-        self.mailbox.folder.mkdir(exist_ok=True)
-        write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
-        look = _Follower(self.mailbox, spec, watcher).look
         self._took_turns = False
         try:
+            self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
+            self.mailbox.folder.mkdir(exist_ok=True)
+            write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
             self._ranks = RunningRanks.start(
                 [*program, str(self.mailbox.folder)],
                 self.mailbox,
                 spec.processes,
                 spec.time_limit,
                 spec.start,
-                look,
+                _Follower(self.mailbox, spec, watcher).look,
                 in_turns=in_turns,
             )
-        except BaseException:
+        except BaseException:  # a full disk, an interrupt: the folder is another run's then
             release_folder(self.folder)
             raise
 
