@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -82,6 +83,19 @@ def test_a_run_that_could_not_begin_keeps_no_folder(tmp_path, monkeypatch):
                 run(TINY, directory=tmp_path / "run")
         claim_folder(tmp_path / "run")
         release_folder(tmp_path / "run")
+
+
+def test_a_run_without_an_end_is_no_record_and_no_job(tmp_path, capsys):
+    """Ctrl-C, or one that goes on: `report` and `run` say so, though a recorded job has a file of the same name."""
+    (tmp_path / "run" / "ranks").mkdir(parents=True)
+    (tmp_path / "run" / "ranks" / "spec.json").write_text(json.dumps(TINY.as_dict()))
+    (tmp_path / "run" / MARKER).touch()
+    code, _, err = ended(["report", str(tmp_path / "run")], capsys)
+    assert code == 2 and "run holds no run.json: its run was interrupted, or has not ended yet. Wait for" in err
+    code, _, err = ended(["run", "zero1", *FLAGS, "--out", str(tmp_path / "run")], capsys)
+    assert code == 2 and "run holds what a run without an end has left, which stays; give another folder" in err
+    (tmp_path / "run" / "ranks" / "spec.json").write_text("")
+    assert "holds no run.json" in ended(["report", str(tmp_path / "run")], capsys)[2]
 
 
 def test_a_record_of_before_the_marker_is_one(tmp_path):

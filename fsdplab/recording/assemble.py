@@ -65,7 +65,7 @@ def _recording(folder: Path) -> list[int]:
 
 def has_parts(folder: Path) -> bool:
     """Return whether ranks have left something in `folder` of which no record has been made yet."""
-    return not (folder / "run.json").exists() and (folder / "ranks" / FILE).exists()
+    return not (folder / "run.json").exists() and Settings.in_file(folder / "ranks" / FILE) is not None
 
 
 def assemble(folder: Path, exit_code: int | None = None, asked_by: int | None = None) -> RunRecord:

@@ -90,6 +90,16 @@ class Settings:
         content = json.loads(text)
         return cls(**{**content, "ranks": content["ranks"] and tuple(content["ranks"])})
 
+    @classmethod
+    def in_file(cls, path: Path) -> Settings | None:
+        """Return the settings of the recorded job that a file holds; None where there is none: a run of the lab has
+        its spec in a file of that name.
+        """
+        try:
+            return cls.read(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
 
 def steps_of(text: str) -> tuple[int, int]:
     """Return (8, 16) for `"8:16"`."""

@@ -114,7 +114,8 @@ def _check(folder: Path, replace: bool) -> None:
         )
     if names not in ([], [MARKER]) and not replace:  # the marker alone: a run that ended before it wrote anything
         free = next(filter(_is_free, _numbered(folder)))
-        raise RecordError(f"{folder} holds an earlier record, which stays; give another folder, such as {free}")
+        held = "an earlier record" if (folder / "run.json").exists() else "what a run without an end has left"
+        raise RecordError(f"{folder} holds {held}, which stays; give another folder, such as {free}")
     for name in _BELOW:
         if (folder / name).is_symlink() or (folder / name).exists() and not (folder / name).is_dir():
             raise RecordError(f"{folder / name} is no folder of a record; expected a new or empty folder")

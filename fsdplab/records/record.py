@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.places import how_to_install
 
+from .folder import MARKER
 from .spread import Spread, step_seconds
 from .summary import Summary
 from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, of_today, read_table, write_table
@@ -152,6 +153,11 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
         if not folder.exists():
             raise RecordError(
                 f"{folder} does not exist. Give the folder that `fsdplab run` printed, or the file of a trace."
+            ) from None
+        if (folder / MARKER).is_file():
+            raise RecordError(
+                f"{folder} holds no run.json: its run was interrupted, or has not ended yet. Wait for its end, or"
+                " record it again."
             ) from None
         raise RecordError(
             f"{folder} holds no run.json, so it is no run record, and no trace (.json, .json.gz). Give the folder that"
