@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert read == written
     assert read.table("steps") == [STEP] and read.table("ledger") == [COLLECTIVE] and read.table("memory") == [INSTANT]
     assert {path.name for path in read.path.iterdir()} == {"run.json", *(f"{name}.csv.gz" for name in TABLES)}
+
+
+def test_a_text_that_no_file_can_hold_is_written_with_a_question_mark(tmp_path: Path) -> None:
+    """A byte of a path that is no text, in the model's name or a traceback: the record could not be opened again."""
+    written = record_in(tmp_path / "run")
+    written.spec["model"] = os.fsdecode("größe".encode() + b"\xf6.py")
+    written.status, written.failure = "failed", {"message": "no \udcf6", "traceback": "File 'm\udcf6.py'"}
+    written.tables["ledger"] = [COLLECTIVE | {"unit": "\udcf6"}]
+    read = RunRecord.load(written.save().path)
+    assert read.spec["model"] == "größe?.py" and read.failure == {"message": "no ?", "traceback": "File 'm?.py'"}
+    assert read.table("ledger")[0]["unit"] == "?"
 
 
 def test_columns_of_later_versions_may_be_missing_from_a_whole_table_only(tmp_path: Path) -> None:

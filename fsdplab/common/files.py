@@ -18,7 +18,9 @@ _PIECE = 1 << 20  # bytes that are read at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one move, as `written_whole` does; a text is written as UTF-8."""
+    """Replace a file in one move, as `written_whole` does; a text is written as UTF-8, with `?` for what that lacks: a
+    byte in the name of a file that is no text.
+    """
     with written_whole(path) as file:
         file.write(_bytes(content))
 
@@ -134,7 +136,7 @@ def is_full(error: OSError) -> bool:
 
 
 def _bytes(content: str | bytes) -> bytes:
-    return content.encode() if isinstance(content, str) else content
+    return content.encode(errors="replace") if isinstance(content, str) else content
 
 
 def lock(descriptor: int) -> None:

@@ -112,7 +112,9 @@ class RunRecord:
             write_table(self.path, name, self.table(name))
         content = {"format": FORMAT, **{name: plain(getattr(self, name)) for name in _FIELDS}}
         content["rows"] = {name: len(self.table(name)) for name in TABLES}
-        write_whole(self.path / "run.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+        # signs as they are and not as escapes, so that a byte of a path which is no text is written as a question mark
+        text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+        write_whole(self.path / "run.json", text + "\n")
         return self
 
     @classmethod

@@ -190,7 +190,7 @@ def write_table(folder: Path, table: str, rows: list[Row]) -> None:
             )
         writer.writerow(["" if row[name] is None else row[name] for name in columns])
     # mtime=0: the same rows give the same bytes, so that records kept in version control do not change by themselves
-    write_whole(folder / file_name(table), gzip.compress(text.getvalue().encode(), mtime=0))
+    write_whole(folder / file_name(table), gzip.compress(text.getvalue().encode(errors="replace"), mtime=0))
 
 
 def read_table(folder: Path, table: str) -> list[Row]:
