@@ -151,3 +151,13 @@ def test_the_command_line_names_flags_where_python_names_fields(wrong: dict, sai
     with pytest.raises(SpecError) as raised:
         RunSpec(**wrong)
     assert in_flags(raised.value) == said
+
+
+def test_every_whole_number_of_a_run_fits_into_its_record():
+    """A card of 10 million TB was trained on, and the record could not be opened again."""
+    whole = [field for field in fields(RunSpec) if "least" in field.metadata]
+    # ranks of a shard group divide the ranks
+    unbounded = [field.name for field in whole if field.metadata.get("most", 2**63) >= 2**63]
+    assert unbounded == ["shard_size"] and len(whole) > 8
+    with pytest.raises(SpecError, match="card is 9223372036854775808; expected a whole number from 1 to 9,223,372"):
+        RunSpec(card=2**63)

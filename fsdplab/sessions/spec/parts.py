@@ -73,7 +73,7 @@ class WorkloadPart(Checked):
     text: str | None = option(None, "Train on this file or folder; default: Python's own library sources.")
     seed: int = option(0, "Seed of weights and data.", least=0, most=2**63 - 1)
     batch_size: int = option(2, "Sequences that each rank reads in a micro-batch.", least=1, most=10**15)
-    sequence_length: int = option(64, "Tokens in a sequence.", least=1)
+    sequence_length: int = option(64, "Tokens in a sequence.", least=1, most=_MANY)
     micro_batches: int = option(1, "Micro-batches a step (gradient accumulation).", least=1, most=_MANY)
 
     def __post_init__(self) -> None:
@@ -256,6 +256,7 @@ class Measuring(Checked):
         None,
         "Bytes of an emulated card: a run that needs more is marked as over the card.",
         least=1,
+        most=2**63 - 1,  # as a record holds whole numbers
         remark=" (bytes of the emulated card, or None)",
     )
 
