@@ -52,6 +52,18 @@ def test_json_on_stdout_sends_the_rest_to_stderr_and_no_page_is_made_unasked(
     assert json.loads(printed.out) == {"rows": 2} and "20 B" in printed.err
 
 
+def test_a_number_that_json_lacks_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of a bench whose model diverged: `NaN` is read by Python alone."""
+    data = {"rows": ({"loss": float("nan"), "steps": [1, float("-inf"), 2.5]},), "word": "NaN", "yes": True}
+    Outputs(json="-").give(Answer([TABLE], data))
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "rows": [{"loss": None, "steps": [1, None, 2.5]}],
+        "word": "NaN",
+        "yes": True,
+    }
+
+
 @pytest.mark.parametrize("ruled", [False, True])
 @pytest.mark.parametrize("folds", [(), ("note",)])
 def test_a_terminal_that_is_too_narrow_for_a_table_gets_every_figure_of_it(ruled: bool, folds: tuple[str, ...]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdplab.cli.answer import Answer, Part
 from fsdplab.cli.errors import refuse
@@ -71,7 +72,7 @@ class Outputs:
         """Print an answer, and write the files that were asked for."""
         self.show(answer.parts)
         # after the terminal's part, which goes to stderr where JSON is on stdout
-        text = json.dumps(answer.data, indent=1) + "\n" if self.json else ""
+        text = json.dumps(_finite(answer.data), indent=1, allow_nan=False) + "\n" if self.json else ""
         if self.json == "-":
             sys.stdout.write(text)
         elif self.json:
@@ -79,6 +80,17 @@ class Outputs:
         page = self.html or self.figure
         if page and answer.page:
             write_output(page, answer.page())
+
+
+def _finite(value: Any) -> Any:
+    """Return what is written as JSON, which has no NaN and no infinity: null stands for them, as in a record."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value
 
 
 _FOLDERS = ("keep", "tensorboard", "csv", "snapshot")  # targets that are folders; the others are files
