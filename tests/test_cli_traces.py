@@ -118,6 +118,12 @@ def test_what_is_no_trace_is_refused(
     assert "half.json.gz" in refused(["report", str(half)], capsys)
 
 
+def test_a_link_that_leads_back_to_itself_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    said = refused(["report", str(tmp_path / "link")], capsys)
+    assert "Too many levels of symbolic links" in said
+
+
 def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fast" in refused(["run", "--link", "fast", "--out", str(tmp_path / "a")], capsys)
     assert "whole numbers" in refused(["bench", "--prefetch", "0,x"], capsys)

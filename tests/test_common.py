@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.common.files import try_folder, write_whole
+from fsdplab.common.files import try_folder, try_output, write_output, write_whole
 from fsdplab.common.machine import output_of
 from fsdplab.common.processes import gone, send, send_group, state
 from fsdplab.common.pythons import without_package
@@ -188,3 +188,13 @@ def test_a_command_that_cannot_be_run_prints_nothing(tmp_path, monkeypatch):
         (tmp_path / name).chmod(rights)
     assert [output_of(name) for name in ("no-right", "no-program", "fails", "absent")] == [""] * 4
     assert output_of("prints") == "yes \ufffd"
+
+
+@pytest.mark.parametrize("attempt", [try_output, try_folder, lambda path: write_output(path, "a page")])
+def test_links_that_lead_back_to_themselves_are_an_error_of_the_system(tmp_path, attempt):
+    """Python's own is a RuntimeError before 3.13, which a command printed as a traceback."""
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    with pytest.raises(OSError, match="Too many levels of symbolic links") as caught:
+        attempt(tmp_path / "one")
+    assert caught.value.filename == str(tmp_path / "one")

@@ -52,7 +52,7 @@ def write_output(path: Path, content: str | bytes) -> None:
     """Write what a user has asked for into a file that the user has named; a device or a pipe (/dev/stdout) is written
     into, not replaced.
     """
-    target = path.resolve()
+    target = _resolved(path)
     if target.exists() and not target.is_file():
         with naming(path):
             target.write_bytes(_bytes(content))
@@ -62,7 +62,7 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 def try_output(path: Path) -> None:
     """Raise the OSError that `write_output(path, ...)` would raise now; nothing is left and nothing is changed."""
-    target = path.resolve()
+    target = _resolved(path)
     if target.exists() and not target.is_file() and not target.is_dir():
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -74,10 +74,21 @@ def try_output(path: Path) -> None:
 
 def try_folder(path: Path) -> None:
     """Raise the OSError that writing into a folder would raise, which may not exist yet."""
-    place = path.resolve()
+    place = _resolved(path)
     while not place.exists() and place != place.parent:
         place = place.parent
     _try_folder(place, path)
+
+
+def _resolved(path: Path) -> Path:
+    """Follow the links of a path, of which the last parts may not exist; OSError for links that lead back to
+    themselves, which is a RuntimeError before Python 3.13.
+    """
+    try:
+        path.stat()  # raises the error of the system
+    except FileNotFoundError:
+        pass
+    return path.resolve()
 
 
 def _try_folder(folder: Path, asked: Path) -> None:

@@ -288,8 +288,10 @@ def _name_apart(traced: Sequence[RunRecord]) -> None:
 
 def _its_record(path: Path) -> Path:
     """For the folder `traces` of a record that record, which knows what its traces lack; else the path itself."""
+    if not path.is_dir():  # also links that lead back to themselves, which cannot be resolved
+        return path
     real = path.resolve()
-    is_part_of_record = path.is_dir() and real.name == "traces" and (real.parent / "run.json").exists()
+    is_part_of_record = real.name == "traces" and (real.parent / "run.json").exists()
     return real.parent if is_part_of_record else path
 
 
