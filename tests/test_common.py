@@ -118,6 +118,7 @@ def test_sizes_and_durations_are_written():
         "–", "0 B", "999 B", "1.54 kB", "300 MB", "2.50 GB"
     ]  # fmt: skip
     assert [seconds(each) for each in (None, 2.5e-5, 0.0153, 1.4)] == ["–", "25.0 µs", "15.3 ms", "1.40 s"]
+    assert [seconds(each) for each in (-1.4, -0.0153)] == ["-1.40 s", "-15.3 ms"]
     assert [seconds(each) for each in (0, 1e-10, 1e-8)] == ["0", "0", "0.01 µs"], "never 0.00 µs"
 
 

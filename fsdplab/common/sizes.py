@@ -83,9 +83,9 @@ def seconds(value: float | None) -> str:
         return MISSING
     if abs(value) < 0.5e-8:  # less would read as 0.00 µs
         return "0"
-    if value >= 0.9995:
+    if abs(value) >= 0.9995:
         return f"{three_digits(value)} s"
-    if value >= 0.9995e-3:
+    if abs(value) >= 0.9995e-3:
         return f"{three_digits(value * 1e3)} ms"
     return f"{three_digits(value * 1e6)} µs"
 
