@@ -39,6 +39,18 @@ def test_a_process_that_ends_leaves_none(tmp_path: Path) -> None:
     assert tmp_path in Path(said.stdout.strip()).parents and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_temporary_files_that_was_cleared_away_is_replaced(tmp_path: Path) -> None:
+    """The job that it was of has ended, and the notebook goes on; Python looks for it once."""
+    code = (
+        "import os\nfrom fsdplab.common.temporary import temporary_folder\n"
+        "temporary_folder('run')\nimport shutil\nshutil.rmtree(os.environ['TMPDIR'])\nprint(temporary_folder('run'))"
+    )
+    (tmp_path / "of_a_job").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "of_a_job"), "TEMP": str(tmp_path), "TMP": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert Path(said.stdout.strip()).parents[1] == tmp_path and list(tmp_path.iterdir()) == []
+
+
 LEAVES = """
 import os, signal, sys
 from fsdplab.common.temporary import temporary_folder

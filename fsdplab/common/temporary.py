@@ -30,6 +30,8 @@ def folder_of_this_process() -> Path:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid() or not _own[1].is_dir():  # a forked process has its own
+            if not os.path.isdir(tempfile.gettempdir()):  # cleared away while this process went on
+                tempfile.tempdir = None  # Python looks for another
             _own = (os.getpid(), Path(tempfile.mkdtemp(prefix=f"fsdplab-{os.getpid()}-")))
             atexit.register(_remove, *_own, _remover(_own[1]))
         return _own[1]
