@@ -5,6 +5,7 @@ leaving anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -258,6 +259,18 @@ def test_what_a_starter_has_sent_is_read_though_it_has_left_a_request_unread(tmp
         tell(theirs, **message)
     theirs.close()
     assert not ranks.running(5.0) and (ranks.pids, ranks.exits, ranks.lost) == ([7], {0: 0}, None)
+
+
+@pytest.mark.quick
+def test_a_request_that_finds_no_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starter is not to blame, and is not waited for."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(warm.json, "dump", full)
+    with pytest.raises(warm.StarterFailed, match=r"takes no file \(No space left on device\); make room there"):
+        warm._written({"world_size": 2})
 
 
 def test_an_environment_may_be_longer_than_a_packet(starter: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsdplab.common.processes import name_of, state
 from fsdplab.common.pythons import SAFE_PATH
@@ -169,20 +169,18 @@ class _Starter:
             "environment": {**rank_environment(), RANKS_STORE: str(store)},
             "inherited": inherited(),
         }
-        # a pair for this run alone: its end tells that no rank is left
-        own, theirs = socket.socketpair()
-        folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
-        try:
-            with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-                json.dump(request, file)
-                file.seek(0)
+        with _written(request) as file:
+            # a pair for this run alone: its end tells that no rank is left
+            own, theirs = socket.socketpair()
+            folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
+            try:
                 socket.send_fds(self._control, [b"r"], [theirs.fileno(), file.fileno(), folder])
-        except OSError as error:
-            own.close()
-            raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
-        finally:
-            theirs.close()
-            os.close(folder)
+            except OSError as error:
+                own.close()
+                raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
+            finally:
+                theirs.close()
+                os.close(folder)
         return WarmRanks(self, own, store)
 
     def retire(self) -> None:
@@ -236,6 +234,17 @@ class _Starter:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
+
+
+def _written(request: Mapping[str, Any]) -> IO[str]:
+    """Return a temporary file with a request, to be read from its beginning; StarterFailed where there is no room."""
+    try:
+        file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (the caller closes it)
+        json.dump(request, file)
+        file.seek(0)
+    except OSError as error:
+        raise StarterFailed(f"{tempfile.gettempdir()} takes no file ({error.strerror}); make room there") from error
+    return file
 
 
 _lock = threading.Lock()
