@@ -66,3 +66,15 @@ def test_a_number_and_its_unit_stay_on_one_line(page_file):
     assert re.search(">1.74\u00a0s ±[0-9]+\u00a0%<", text)
     assert unbroken("378 ms of 2.30 s") == "378\u00a0ms of 2.30\u00a0s"
     assert unbroken("115 MB equal, 812 samples/s, 2 steps") == "115\u00a0MB equal, 812 samples/s, 2 steps"
+
+
+@pytest.mark.parametrize("kind,is_said", [("file", False), ("value", False), ("hugging face", True), (None, True)])
+def test_a_page_names_no_tokens_of_a_model_whose_batches_are_its_own(kind, is_said, tmp_path):
+    """The settings' defaults, 2 sequences of 128 tokens, were written of an image model with batches of 16."""
+    comparison = comparison_json([record(tmp_path, "full_shard")])
+    comparison["spec"] = {"model": "vit.py", "world_size": 2, "batch_size": 2, "sequence_length": 128}
+    if kind is not None:
+        comparison["environment"] = {"workload": {"name": "vit.py", "kind": kind}}
+    page = figures.comparison_page(comparison)
+    assert ("batch 2 a rank" in page) == is_said
+    assert ("sequence length" in page) == is_said

@@ -46,6 +46,7 @@ from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import CATEGORIES, RecordError, RunRecord, Spread, drift_sentence
 from fsdplab.sessions.device_peak import peak_of
 from fsdplab.sessions.steady_card import spec_of, steady
+from fsdplab.workloads.own.sources import is_of_tokens
 
 _WIDTH = 1100  # pixels of a page's figures in a window of 1280
 _HALF = 560  # of two beside each other
@@ -58,6 +59,7 @@ _SETTING = {
     "steps": "{} steps",
     "seed": "seed {}",
 }
+_OF_TOKENS = ("batch_size", "sequence_length")  # which a model with batches of its own leaves unused
 _OF_A_JOB = ("model", "trainer", "engine", "strategy", "precision")  # of a recorded job, as far as its spec has them
 _NONE = Markup("")
 
@@ -99,7 +101,7 @@ def comparison_page(
         "page.html",
         title=_title(shown),
         plotly_js=get_plotlyjs(),
-        setting=_setting(comparison.get("spec") or {}, shown),
+        setting=_setting(_used(comparison), shown),
         cores=core_words(shown),
         answer=answer,
         content=content,
@@ -220,7 +222,7 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
         "The peak by category": _peaks(shown),
         "Predicted beside measured": _prediction(shown, source),
         "What was real here": part("pairs", entries=provenance(shown)),
-        ran: part("pairs", entries=_flat(comparison.get("spec") or {})),
+        ran: part("pairs", entries=_flat(_used(comparison))),
         where: part("pairs", entries=_flat(comparison.get("environment") or {})),
     }
     # a section without a body is left out
@@ -313,6 +315,16 @@ def _lines_on_prediction(shown: list[RunView], predicted: list[RunView]) -> list
 
 
 # ---- settings in words
+
+
+def _used(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a comparison, without those of tokens where the model's batches are its own."""
+    spec = dict(comparison.get("spec") or {})
+    workload = (comparison.get("environment") or {}).get("workload") or {}
+    if workload and not is_of_tokens(workload.get("kind", "")):
+        for name in _OF_TOKENS:
+            spec.pop(name, None)
+    return spec
 
 
 def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:

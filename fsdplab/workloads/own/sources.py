@@ -54,7 +54,12 @@ def is_own(model: str) -> bool:
 
 def reads_text(model: str) -> bool:
     """Return whether the model learns a run's text: a preset's or a Hugging Face model's batches are its tokens."""
-    return kind_of(model) in (PRESET, HUGGING_FACE)
+    return is_of_tokens(kind_of(model))
+
+
+def is_of_tokens(kind: str) -> bool:
+    """Return whether batches of this kind of model are tokens of a text, as a run's settings size them."""
+    return kind in (PRESET, HUGGING_FACE)
 
 
 def kind_of(model: str) -> str:
