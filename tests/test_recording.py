@@ -13,16 +13,19 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fsdplab import Recorder, open_record
 from fsdplab.profiling.findings import findings
+from fsdplab.profiling.loop_faults import micro_batches
+from fsdplab.profiling.step_facts import Activity
 from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _LAB, _OF_AN_ENGINE, words_of
 from fsdplab.recording.assemble import NothingRecorded
 from fsdplab.recording.launch import _job_end
-from fsdplab.recording.rank import Round
+from fsdplab.recording.rank import RankRecorder, Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions.cell_ranks.ranks import StayingRanks
@@ -267,6 +270,29 @@ def test_several_optimizers_and_a_step_that_the_scaler_skips(tmp_path):
     for step in (0, 1, 10, 19):
         assert record.summary.losses[step] == pytest.approx(printed[step], abs=1e-6)
     assert record.summary.losses[5] is None  # the loss that was infinite
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("micro_batches,accused", [(1, False), (3, True)])
+def test_optimizers_that_take_turns_are_no_micro_batches(micro_batches, accused, tmp_path):
+    """Each of two backwards of a GAN's step needs its reduction; of three before each optimizer's step two do not."""
+    done = recorded(tmp_path / "out", *TORCHRUN, JOBS / "ddp_gan.py", micro_batches)
+    assert done.returncode == 0, done.stderr[-3000:]
+    titles = [finding.title for finding in findings(RunRecord.load(tmp_path / "out"))]
+    assert any(f"reduced {micro_batches} times a step" in title for title in titles) == accused, titles
+    assert not any("reduced 2 times" in title or "stays on its rank" in title for title in titles), titles
+
+
+def test_a_turn_begins_with_the_first_backward_after_a_step():
+    recorder = RankRecorder(Settings("nowhere", 8, 16))
+    for _ in range(2):  # two optimizers, of two micro-batches each
+        for _ in range(2):
+            recorder.note_loss(torch.tensor(1.0))
+        recorder.has_stepped()
+    assert recorder.taken.activities["turn"][0] == 2
+    often = {"backward": Activity(0, 4, 0, 0, 1.0), "turn": Activity(0, 2, 0, 0, 1.0)}
+    assert micro_batches(SimpleNamespace(activities=often)) == 2
+    assert micro_batches(SimpleNamespace(activities={"backward": often["backward"]})) == 4  # of an earlier record
 
 
 # ---- how jobs end

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, seconds, size
-from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTES, is_state, micro_batches
+from fsdplab.profiling.loop_faults import LOOP_FAULTS, MANY, REGULAR, SMALL_BYTES, backwards, is_state, micro_batches
 from fsdplab.profiling.rules import Fact, Rule, fault_rule
 from fsdplab.profiling.setup_faults import SETUP_FAULTS
 from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
@@ -253,7 +253,7 @@ def _small_buckets(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim the all-reduces of DDP where its buckets are set smaller than PyTorch makes them."""
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
-    times = micro_batches(facts)
+    times = backwards(facts)
     # all-reduces of one backward
     buckets = len(rows) / times
     if not bucket or bucket >= BUCKET_BYTES or buckets < MANY / 2:
@@ -275,7 +275,7 @@ def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     bucket = facts.observed.get("bucket_bytes")
     rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
     # one bucket means one all-reduce for each backward
-    if not bucket or bucket <= USUAL_BUCKET or len(rows) != micro_batches(facts):
+    if not bucket or bucket <= USUAL_BUCKET or len(rows) != backwards(facts):
         return None
     total = rows[0]["logical_bytes"] or 0
     # the gradients of so small a model fit into PyTorch's first bucket too
@@ -368,7 +368,7 @@ def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if not nbytes or not facts.observed.get("broadcast_buffers") or facts.observed.get("buffers_change", True):
         return None
     cost = _exposed(left, lambda cell: cell.kind == "broadcast")
-    return Fact(kind, cost, values={"bytes": size(nbytes), "times": micro_batches(facts)})
+    return Fact(kind, cost, values={"bytes": size(nbytes), "times": backwards(facts)})
 
 
 # ---- the rules, a cause before its consequences

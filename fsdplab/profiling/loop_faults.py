@@ -34,13 +34,27 @@ STEADY = 0.3  # part of that which the later half of the steps has at least
 GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatters
 
 
-def micro_batches(facts: StepFacts) -> int:
+def backwards(facts: StepFacts) -> int:
     """How often backward runs in a step."""
-    backward = facts.activities.get("backward")
-    if backward is None:
-        return 1
+    return max(1, round(_times(facts, "backward")))
+
+
+def micro_batches(facts: StepFacts) -> int:
+    """How often backward runs before an optimizer steps.
+
+    Of a GAN, whose two optimizers take turns, that is one backward of the two in a step.
+    """
+    turns = max(1, round(_times(facts, "turn")))
+    return max(1, round(_times(facts, "backward") / turns))
+
+
+def _times(facts: StepFacts, name: str) -> float:
+    """How often a step has an activity, of the steps that have it at all; 0 where none has."""
+    activity = facts.activities.get(name)
+    if activity is None:
+        return 0.0
     # means over all steps: 4 backwards in every second step are a count of 2, regular in 0.5 of them
-    return max(1, round(backward.count / max(backward.regular, 0.01)))
+    return activity.count / max(activity.regular, 0.01)
 
 
 def in_most_steps(facts: StepFacts, name: str) -> Activity | None:
@@ -113,7 +127,7 @@ def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     reads = in_most_steps(facts, "read")
     if reads is None:
         return None
-    times = micro_batches(facts)
+    times = backwards(facts)
     others = 0
     if facts.spec.get("job") and facts.record.environment.get("device") == "cpu":
         others += times  # losses that the recording reads
@@ -197,7 +211,7 @@ def _forwards_without_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fac
 def _many_forwards(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report a model that runs many times for each backward, as for one sample after the other."""
     forwards = facts.observed.get("forwards") or 0
-    times = forwards / micro_batches(facts)
+    times = forwards / backwards(facts)
     if times < MANY_FORWARDS:
         return None
     return Fact(kind, 0.0, "step", values={"times": round(times)})

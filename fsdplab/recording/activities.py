@@ -24,6 +24,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
 | `preparing` | CPU time of the loop before each forward of the profiled steps, not counted otherwise (batches.py) |
 | `backward` | calls of `Tensor.backward` |
+| `turn` | backwards that are the first since an optimizer has stepped: two a step where two optimizers take turns |
 | `retained graph` | those of them with `retain_graph=True` |
 | `optimizer` | the host's time in `Optimizer.step` |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |

@@ -224,10 +224,21 @@ def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
 def watch_all(recorder: RankRecorder) -> None:
     """Count what the loop does besides training, for a recorder that was made after torch was imported."""
     watch(recorder)
+    _notice_steps(recorder)
     for name, count in _COUNTED_IN.items():
         if name in sys.modules:
             # what is imported later has no hook then: by hand nothing waits for imports
             count(sys.modules[name], recorder)
+
+
+def _notice_steps(recorder: RankRecorder) -> None:
+    """Tell the recorder of each optimizer that steps, where the loop says itself when its step has ended."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(*_: Any) -> None:
+        recorder.has_stepped()
+
+    register_optimizer_step_post_hook(stepped)
 
 
 _COUNTED_IN: dict[str, Callable[[ModuleType, RankRecorder], None]] = {

@@ -65,6 +65,7 @@ class RankRecorder:
         self.is_in_backward = False
         self._depth, self._inner = 0, None
         self._stepping_since: int | None = None  # while an optimizer steps
+        self._has_stepped = True  # an optimizer, since the last backward began
         self._round = Round()
         self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
@@ -88,6 +89,8 @@ class RankRecorder:
         if stepped is not None and self._stepping_since is not None:
             self.taken.note("optimizer", time.perf_counter_ns() - self._stepping_since)
         self._stepping_since = None
+        if stepped is not None:
+            self.has_stepped()
         self._inner = stepped if stepped is not None else self._inner
         # the outermost has returned, and something stepped inside of it
         if self._depth == 0 and self._inner is not None:
@@ -121,10 +124,17 @@ class RankRecorder:
         if self._window is not None:
             self._window.before_update(optimizer)
 
+    def has_stepped(self) -> None:
+        """Note that an optimizer has stepped, one of several perhaps: the next backward begins a turn."""
+        self._has_stepped = True
+
     @_or_gives_up
     def note_loss(self, loss: torch.Tensor) -> None:
         """`backward` is called of this tensor."""
         self.taken.note_loss(loss)
+        if self._has_stepped:
+            self.taken.note("turn", 0)
+            self._has_stepped = False
         self.taken.end_evaluation(trains=True)
         if self._window is not None:
             self._window.before_backward()
@@ -169,6 +179,7 @@ class RankRecorder:
     def end_step(self, optimizers: Sequence[Any]) -> None:
         """End a step, in which these optimizers stepped; what follows is the next one's."""
         now = time.perf_counter()
+        self.has_stepped()
         self._optimizers = optimizers
         if self._rows is None:
             self._become_a_rank(optimizers)
