@@ -172,11 +172,11 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("print(2 * x)", "the function returns nothing, or None, in this case; it printed 'tensor"),
         ("return x / 0 + [1][2]", "read the last line first"),
         ("return (2 * x).double()", "torch's default dtype"),
-        ("return 10 * x", "twice x is x + x. this is 5 times what is expected"),
-        ("return torch.tensor([4.0, 8.0][: len(x)]) if len(x) > 1 else 2 * x", "this is what rank 1 must give"),
+        ("return 10 * x", "twice x is x + x. This is 5 times what is expected"),
+        ("return torch.tensor([4.0, 8.0][: len(x)]) if len(x) > 1 else 2 * x", "This is what rank 1 must give"),
         ("return 2 * x + 1", "twice x is x + x"),
         ("return 'two'", "twice x is x + x"),
-        ("return ...", "twice x is x + x"),
+        ("return ...", "the stub's dots are still there"),
         ("return np.float64(2) * x", "its own imports"),
         ("if len(x) > 1:\n        return 2 * x", "returns nothing, or None, in this case"),
         ("import numpy\n    return torch.tensor(numpy.float32(2)) * x", None),
@@ -271,14 +271,29 @@ SAYS = {"count": "one was counted"}
 @pytest.mark.parametrize(
     "value,says",
     [
-        ('"count": 2, "value": 1', "one was counted. this is 2 times"),
+        ('"count": 2, "value": 1', "one was counted. This is 2 times"),
+        ('"count": 1.00001, "value": 2 * x', "one was counted"),  # and not "1 times what is expected"
         ('"count": 1, "value": 0 * x', "compare the two"),
         ('"count": 1, "values": 2 * x', "a value named 'value' is expected, this is count, values"),
         ('"count": 1, "value": None', "8 is expected, this is None"),
     ],
 )
 def test_the_first_fact_that_differs_is_told(tmp_path, workspace, value, says):
-    assert says in feedback(exercise_of(tmp_path, PAIR), workspace, f"return {{{value}}}").cause
+    cause = feedback(exercise_of(tmp_path, PAIR), workspace, f"return {{{value}}}").cause
+    assert says in cause and ". This is 1 times" not in cause
+
+
+def test_a_value_without_names_is_told_the_names(tmp_path, workspace):
+    found = feedback(exercise_of(tmp_path, PAIR), workspace, "return 1, 2 * x")
+    assert found.cause == "return a dict with the names count, value; what is returned is a value without names"
+
+
+def test_an_error_names_the_case_that_raised_it(double, workspace):
+    """Of two cases the second one has a single number."""
+    found = feedback(double, workspace, "return torch.stack([2 * x[0], 2 * x[1]])")
+    assert found.headline == "double raised an error (case: more)."
+    assert found.got.splitlines()[0] == 'File "my_fsdp/78.double.py", line 5, in double'
+    assert found.got.splitlines()[-1].startswith("IndexError: index 1 is out of bounds")
 
 
 LARGEST = '''"""The largest
@@ -317,6 +332,34 @@ def test_a_list_that_a_function_is_given_stays_as_it_is(tmp_path, workspace, bod
     """The argument has the statement's name in the report, whatever the learner calls it."""
     found = feedback(exercise_of(tmp_path, LARGEST), workspace, body)
     assert found is None if says is None else says in f"{found.headline} {found.got}", found
+
+
+PARTS = (
+    DOUBLE.split("# ---- check")[0]
+    + """# ---- check: pure
+
+
+def cases(rank, n):
+    yield "two tensors", torch.tensor([1.0, 2.0])
+
+
+def observe(double, x):
+    return {"gradients": {"a": double(x), "b": double(x + 1), "c": x}}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return 6 * x", "this is 3 times what is expected"),
+        ("return 6 * x if x[0] == 1 else 2 * x", "this is 3 times what is expected"),  # the other is right
+        ("return 6 * x if x[0] == 1 else 4 * x", "compare the two values"),
+    ],
+)
+def test_a_factor_is_seen_in_tensors_by_name(tmp_path, workspace, body, says):
+    """As of the gradients of a model, of which those of some parameters are not divided."""
+    assert says in feedback(exercise_of(tmp_path, PARTS), workspace, body).cause
 
 
 # --- on ranks

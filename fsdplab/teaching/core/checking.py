@@ -24,7 +24,7 @@ from .errors import words_for
 from .exercise import Choice, Question
 from .exercise_file import Exercise
 from .judging import judge
-from .on_ranks import LeftUnfinished, StillWaiting, Unreadable
+from .on_ranks import InCase, LeftUnfinished, StillWaiting, Unreadable
 from .registry import find
 from .run_submission import behaviours
 from .verdicts import Feedback, Verdict
@@ -264,18 +264,31 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
             cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )
     if report.kind == "raised":
-        where = _last_frames(exercise, report)
-        return feedback(f"{name} raised an error.", got=where, cause=words_for(_error(report)))
+        trace, case = _trace_and_case(report)
+        in_case = f" (case: {case})" if case else ""
+        where = _last_frames(exercise, trace)
+        return feedback(f"{name} raised an error{in_case}.", got=where, cause=words_for(_error(trace)))
     if report.kind in ("hung", "timeout"):
         return feedback(f"{name} did not end.", cause=_TOO_BUSY)
     # gloo aborts a rank that receives other bytes than it waits for; a damaged heap ends a rank by SIGABRT too
     return feedback(f"{name} ended the run.", cause=_MISMATCHED if UNLIKE in got else _ENDED)
 
 
-def _last_frames(exercise: Exercise, report: Failure) -> str:
+def _trace_and_case(report: Failure) -> tuple[str, str]:
+    """Return the traceback of the learner's error, and the case in which it was raised, "" where none is named."""
+    whole = (report.traceback or report.message).strip()
+    # `...on_ranks.InCase: floats [4]` is the last line, below the error that it was raised from
+    named = re.search(rf"^(?:[\w.]+\.)?{InCase.__name__}: (.*)\Z", whole, re.MULTILINE)
+    if named is None:
+        return whole, ""
+    trace, _, _ = whole.rpartition("\n\nThe above exception was the direct cause")
+    return trace, named.group(1)
+
+
+def _last_frames(exercise: Exercise, trace: str) -> str:
     """Return the error itself, under the last line of this exercise's file that led to it, or of another of theirs."""
     # paths from the learner's folder on: the rest is this machine's
-    text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
+    text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', trace)
     lines = [line.strip() for line in text.strip().splitlines()]
     file_name = f"/{exercise.written_as.id}.py"
     of_learner, of_exercise = [], []  # the places of lines such as `File "my_fsdp/05.shard.py", line 4, in shard`
@@ -287,7 +300,7 @@ def _last_frames(exercise: Exercise, report: Failure) -> str:
     frames = of_exercise or of_learner
     # the line that says where, and the source line below it
     shown = lines[frames[-1] : frames[-1] + 2] if frames else []
-    return "\n".join([*shown, _as_learners_read_it(_error(report))])
+    return "\n".join([*shown, _as_learners_read_it(_error(trace))])
 
 
 def _as_learners_read_it(error: str) -> str:
@@ -305,9 +318,9 @@ def _as_learners_read_it(error: str) -> str:
     return f"a value of type {type_name}: {message}"
 
 
-def _error(report: Failure) -> str:
+def _error(trace: str) -> str:
     """Return the error at a traceback's end, on one line: torch indents the lines of a long message."""
-    lines = (report.traceback or report.message).strip().splitlines()
+    lines = trace.strip().splitlines()
     # the last line without an indent begins the error, and indented ones go on with it
     begins = max(place for place, line in enumerate(lines) if not line.startswith(" "))
     return " ".join(line.strip() for line in lines[begins:])

@@ -16,7 +16,18 @@ _WORDS = (  # (what the error's line says, what to change), the first that fits
     ),
     (r"modified by an inplace operation", "autograd follows a copy into a parameter: write through `whole.data`"),
     (r"only accepts torch.Tensor but got .*DTensor", "an earlier call has sharded this one: leave a DTensor alone"),
-    (r"tuple index out of range", "there are fewer pieces than ranks where the rows run out (`torch.chunk`)"),
+    (
+        r"tuple index out of range",
+        "a tuple is shorter than the index: the shape of a tensor with one dimension, or `torch.chunk`, which gives"
+        " fewer pieces than ranks where the rows run out",
+    ),
+    (
+        r"UnboundLocalError",
+        "a name that a function assigns is its own: change the outer one in place (`.clear()`, `+=` on a tensor), or"
+        " declare it `nonlocal`",
+    ),
+    (r"list size, must be world size", "a list of a collective has one block for each rank: cut the first dimension"),
+    (r"non-empty list of Tensors|torch.cat\(\): expected a non-empty", "there is nothing to join: return before that"),
     (r"Unreadable", "what it returned is of another type than the statement asks for"),
     (r"[Ee]llipsis", "the stub's dots are still there: write a value in place of the dots"),
     (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),

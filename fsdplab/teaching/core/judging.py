@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
+from .errors import words_for
 from .exercise import Call, Trial
 from .exercise_file import Exercise
 from .run_submission import Behaviour
@@ -34,6 +35,7 @@ WRONG_DTYPE = "a buffer was made with torch's default dtype: make it like the in
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
 _MORE_BYTES = 1.01  # a solution may send so many times the reference's bytes, since blocks are padded in several ways
 _NUMBER_BYTES = 8  # a number in float64
+_DOTS = "<ellipsis>"  # as the stub's dots arrive from a rank
 _OBJECT_BYTES = 64  # a number as a pickled object
 
 
@@ -149,11 +151,18 @@ def _cause(comparison: Comparison) -> str:
     number_expected = isinstance(right[fact], (int, float))
     # the exercise's sentence speaks of a wrong number, so it would not fit a text or None
     is_no_number = learner.get(fact) is None or isinstance(learner.get(fact), str)
+    if isinstance(learner.get(fact), str) and learner[fact] == _DOTS:
+        return words_for(_DOTS)
+    if fact not in learner and VALUE in learner:
+        names = ", ".join(_compared_names(right))
+        return f"return a dict with the names {names}; what is returned is a value without names"
     if fact not in learner or number_expected and is_no_number:
         return f"{difference.expected} is expected, this is {difference.got}"
 
-    sentences = [exercise.says(fact, learner, right).rstrip("."), _relation(comparison)]
-    return ". ".join(filter(None, sentences)) or exercise.otherwise or OTHERWISE
+    said, relation = exercise.says(fact, learner, right).rstrip("."), _relation(comparison)
+    if said and relation:
+        return f"{said}. {relation[0].upper()}{relation[1:]}"
+    return said or relation or exercise.otherwise or OTHERWISE
 
 
 def _cause_of_nothing(comparison: Comparison) -> str:
@@ -199,7 +208,8 @@ def _relation(comparison: Comparison) -> str:
             return f"this is what rank {other_rank} must give"
 
     factor, ranks = _common_factor(comparison), comparison.ranks
-    if not factor:
+    # 364,296 in place of 364,288 would be "1 times" as much
+    if not factor or f"{factor:.4g}" == "1":
         return ""
     # a factor of n or 1/n points at the mean over n ranks: a division that is missing, or made twice
     over_ranks = ranks > 1 and not comparison.exercise.pure
@@ -218,8 +228,19 @@ def _common_factor(comparison: Comparison) -> float:
         right, learner = comparison.right_facts(case, rank), comparison.learner_facts(case, rank)
         if fact in right and comparison.difference_of(fact, right, learner):
             # one factor at every wrong place is a pattern, different ones are chance
-            factors.add(round(_factor(right[fact], learner.get(fact)), 4))
+            for one, got in _parts(right[fact], learner.get(fact)):
+                if first_difference(one, got, comparison.exercise.tolerance):
+                    factors.add(round(_factor(one, got), 4))
     return factors.pop() if len(factors) == 1 else 0.0
+
+
+def _parts(right: Any, got: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of two dicts of the same names in pairs, such as the gradients of a model; else the two."""
+    if isinstance(right, dict) and isinstance(got, dict) and right.keys() == got.keys():
+        for name in right:
+            yield right[name], got[name]
+    else:
+        yield right, got
 
 
 def _factor(right: Any, got: Any) -> float:

@@ -43,6 +43,10 @@ class Unreadable(TypeError):
     """What the function returned cannot be read as the exercise reads it; the text begins with its type."""
 
 
+class InCase(RuntimeError):
+    """The function raised in a case; the text is the case's name, and the error is its cause."""
+
+
 class LeftUnfinished(RuntimeError):
     """The function returned on this rank, but the next barrier failed: a message was begun and not waited for."""
 
@@ -66,9 +70,20 @@ def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program: dict[str, Any]) -> dict[str, Any]:
     """Run one case of a program on this rank, with nonsense in memory that nobody has filled."""
-    with UndefinedMemory():
+    with UndefinedMemory(), raising_in(name):
         seen = _run_case(observed, (given,), {"time_limit": program["time_limit"], "path": program["solution"]})
     return {"case": name, "nothing": observed.nothing, **seen}
+
+
+@contextlib.contextmanager
+def raising_in(case: str) -> Iterator[None]:
+    """Raise what the body raises as an error of this case, but for a function that has not returned."""
+    try:
+        yield
+    except StillWaiting:
+        raise
+    except Exception as error:  # whatever the learner's function raises
+        raise InCase(case) from error
 
 
 class Observed:

@@ -21,7 +21,7 @@ from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 
 from .exercise import Call, Trial
 from .exercise_file import Exercise
-from .on_ranks import Observed, StillWaiting, portable, waited
+from .on_ranks import Observed, StillWaiting, portable, raising_in, waited
 from .workspace import Workspace
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
@@ -106,7 +106,7 @@ def _cases_here(exercise: Exercise, observed: Observed, rank: int) -> list[dict[
     seen = []
     for name, *given in exercise.module().cases(rank, exercise.world_size):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), raising_in(name):
             returned = portable(observed(given))
         seen.append(
             {
