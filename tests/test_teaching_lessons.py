@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import RunSpec, teaching
@@ -22,6 +23,7 @@ from fsdplab.teaching import collectives, composing, matrices, one_unit, overlap
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.lesson import arriving_cells, ring_cells
+from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniUnit
 from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
 from fsdplab.teaching.lessons.nb16_composition import lesson as pipelines
 
@@ -338,3 +340,27 @@ def test_voila_gets_a_live_output_as_a_widget(monkeypatch):
         assert len(place.outputs) == 1 and place.outputs[0]["data"]["text/html"] != first
     finally:
         InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize(
+    "rows,says",
+    [
+        ([[99.0], [500.0]], "some rows are still those from before the step"),
+        ([[98.0], [498.0]], "one `optimizer.step()` updates the rows of all pairs"),
+        ([[498.0], [99.0]], "another rank's rows"),
+        ([[1.0], [1.0]], "what is to travel are the new rows"),
+    ],
+)
+def test_rows_after_a_wrong_step_are_told_apart(rows, says):
+    """Rank 0 lowers its row of 100 by one, and rank 1 its row of 500 by two."""
+    fact = "step 0, parameter 0"
+    right = {fact: torch.tensor([[99.0], [498.0]]), f"_{fact}": torch.tensor([[100.0], [500.0]])}
+    assert says in registry.find("04.step_and_gather", Exercise).says(fact, {fact: torch.tensor(rows)}, right)
+
+
+@pytest.mark.parametrize("there,counted", [(0, 0), (20, 20), (24, 20)])
+def test_padding_behind_an_unsharded_tensor_is_none_of_the_model(there, counted):
+    """05.unshard may leave its zero rows there; 06.hooks took 8 bytes of them for units that stay unsharded."""
+    whole = torch.zeros(5)
+    whole.untyped_storage().resize_(there)
+    assert MiniUnit.gathered_bytes.fget(SimpleNamespace(whole=whole)) == counted

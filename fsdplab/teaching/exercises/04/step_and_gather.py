@@ -40,22 +40,37 @@ def observe(step_and_gather, wholes, gradient):
 
     parameters = [torch.nn.Parameter(whole) for whole in wholes]
     own = [torch.nn.Parameter(whole.chunk(dist.get_world_size())[dist.get_rank()]) for whole in wholes]  # same memory
-    optimizer, seen = torch.optim.SGD(own, lr=1.0), {}
+    optimizer = torch.optim.SGD(own, lr=1.0)
+    seen = {f"_step 0, parameter {at}": whole.clone() for at, whole in enumerate(wholes)}  # before it
     for step in range(STEPS):
         for mine in own:
             mine.grad = torch.full_like(mine, gradient)
         step_and_gather(list(zip(parameters, own)), optimizer)
         seen |= {f"step {step}, parameter {at}": whole.detach().clone() for at, whole in enumerate(parameters)}
+        seen |= {f"_step {step + 1}, parameter {at}": whole.detach().clone() for at, whole in enumerate(parameters)}
     shared = [a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in zip(parameters, own)]
     return {**seen, "parameters and their rows share memory": shared}
 
 
 def whose(fact):
-    """What is said where a parameter is wrong: rows of the right ones in another order, or other numbers."""
+    """What is said where a parameter is wrong: rows of the right ones in another order, old ones, or other numbers."""
 
     def says(got, right):
-        if got[fact].shape == right[fact].shape and sorted(got[fact].flatten()) == sorted(right[fact].flatten()):
-            return "these are another rank's rows: block r of the list belongs to rank r"
+        if got[fact].shape == right[fact].shape:
+            if sorted(got[fact].flatten()) == sorted(right[fact].flatten()):
+                return "these are another rank's rows: block r of the list belongs to rank r"
+            before = right[f"_{fact}"]
+            if (got[fact] == before).any():
+                return (
+                    "some rows are still those from before the step: all-gather after `optimizer.step()`, and into the"
+                    " parameter's own memory"
+                )
+            steps = (before - got[fact]) / (before - right[fact])  # how often each number was updated
+            if set(steps.flatten().tolist()) <= {1.0, 2.0, 3.0}:
+                return (
+                    "some rows were updated more than once: one `optimizer.step()` updates the rows of all pairs, so it"
+                    " stands before the loop"
+                )
         return "other numbers: what is to travel are the new rows, `mine.detach()`, from each rank to every other once"
 
     return says

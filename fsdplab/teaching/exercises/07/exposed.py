@@ -45,7 +45,8 @@ def cases(rank, n):
 
 
 def observe(exposed, communication, compute):
-    return {"ms": exposed(communication, compute), "_pieces": len(compute)}
+    at_once = any(a < d and c < b for (a, b), (c, d) in zip(communication, communication[1:]))
+    return {"ms": exposed(communication, compute), "_pieces": len(compute), "_at_once": at_once}
 
 
 def said(got, right):
@@ -58,6 +59,8 @@ def said(got, right):
             "too little: pieces are missing, or taken away twice. Intervals come in any order, each piece between two"
             " edges counts, to the last edge"
         )
+    if got["_at_once"]:
+        return "two messages are on their way at once here: an instant counts once, however many there are"
     if got["_pieces"] > 1:
         return "several intervals of compute lie under the messages, in any order: is each of them looked at?"
     return "draw both lists on one axis: exposed is where only a message is drawn"

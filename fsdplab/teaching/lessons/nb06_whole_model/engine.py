@@ -59,8 +59,8 @@ class MiniUnit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of memory behind `whole` now."""
-        return self.whole.untyped_storage().nbytes()
+        """Return the bytes of `whole` that have memory now, without padding that an unshard may have put there."""
+        return min(self.whole.nbytes, self.whole.untyped_storage().nbytes())
 
     def take_gradient(self) -> torch.Tensor:
         """Return the unsharded gradient that autograd left on this rank, flat [P]; the parameters keep none of it.
@@ -89,6 +89,7 @@ class MiniFSDP:
         self.model, self.parts, self.log = model, parts, Log()
         self._named = list(model.named_parameters())
         self._unfinished: dict[str, Callable[[], None]] = {}  # what ends the backward of a unit that has begun it
+        self._attaching = False  # the learner's `hooks` runs, and none of its functions may yet
         self.units: list[MiniUnit] = []
         modules = list(chosen(model, is_unit))
         for name, _, parameters in modules:
@@ -102,7 +103,10 @@ class MiniFSDP:
 
     def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
         """Call the learner's four functions around this unit's forward and backward."""
-        functions = self.parts.hooks(unit, *(self._watched(unit, name) for name in ("unshard", "reshard", "reduce")))
+        watched = [self._watched(unit, name) for name in ("unshard", "reshard", "reduce")]
+        self._attaching = True
+        functions = self.parts.hooks(unit, *watched)
+        self._attaching = False
         before_forward, after_forward, before_backward, after_backward = four(functions)
 
         def forward_begins(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -154,6 +158,10 @@ class MiniFSDP:
         parameters = inspect.signature(function)
 
         def called(*given: Any, **named: Any) -> Any:
+            if self._attaching:
+                raise RuntimeError(
+                    f"{name} was called before any forward: return the four functions without calling them"
+                )
             arguments = given
             if named:
                 # names of arguments are the learner's own: their order is what counts
