@@ -274,6 +274,18 @@ class Stage(nn.Module):
             3,
             "3 x TransformerEncoderLayer",
         ),
+        (
+            lambda: nn.Transformer(8, 2, 2, 3, 16, batch_first=True),
+            5,
+            "the repeated blocks: 2 x TransformerEncoderLayer, 3 x TransformerDecoderLayer.",
+        ),
+        (
+            # of 12,833,281 parameters 33,281 are in the two layers
+            lambda: nn.ModuleList([nn.Embedding(200_000, 64), nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 1))]),
+            2,
+            "the repeated block: 2 x Linear; 99.7 % of the parameters are in none of them",
+        ),
+        (lambda: nn.Sequential(*(zoo.Block() for _ in range(9)), nn.LayerNorm(4), nn.LayerNorm(4)), 9, "9 x Block."),
     ],
 )
 def test_units_are_found(make, many, words):

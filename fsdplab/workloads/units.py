@@ -1,4 +1,4 @@
-"""Finds the units of a model that names none: its repeated block, or else its largest parts."""
+"""Finds the units of a model that names none: its repeated blocks, or else its largest parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fsdplab.common.words import did_you_mean
 
 from .errors import ModelError
 
-_LARGE = 0.1  # of the parameters: a child that holds less is no unit of its own
+_LARGE = 0.1  # of the parameters: a child, or a second kind of block, that holds less has no unit of its own
+_MOST = 0.5  # of the parameters: where the root's unit holds more, that is said
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -24,7 +25,8 @@ class Units(NamedTuple):
 
 
 def repeated_block(model: nn.Module) -> Units:
-    """Return the instances of the class with most parameters that a ModuleList or a Sequential holds more than once.
+    """Return the instances of the class with most parameters that a ModuleList or a Sequential holds more than once,
+    and of other such classes that hold a tenth of the parameters or more: a decoder's blocks, and an encoder's.
 
     A model that does not repeat has its largest children as units, or none, where it has no two large ones.
     """
@@ -40,9 +42,17 @@ def repeated_block(model: nn.Module) -> Units:
     if not any(weights.values()):
         return _largest_children(model)
     # of 12 blocks and 24 norms in lists the blocks hold most
-    kind = max(weights, key=lambda kind: weights[kind])
-    modules = _alone(model, [*repeated[kind].values()])
-    return Units(modules, f"The units are the repeated block: {len(modules)} x {kind.__name__}.")
+    first, *others = sorted(weights, key=lambda kind: weights[kind], reverse=True)
+    chosen = dict(repeated[first])
+    for kind in others:
+        # the layers inside of a block are no further units
+        if weights[kind] >= _LARGE * parameters_in([model]) and _lie_apart(repeated[kind], chosen):
+            chosen |= repeated[kind]
+    # in the model's order
+    modules = _alone(model, [module for module in model.modules() if id(module) in chosen])
+    blocks = "block" if len(_by_class(modules)) < 2 else "blocks"
+    counted = words_of(modules) or f"0 x {first.__name__}"
+    return Units(modules, f"The units are the repeated {blocks}: {counted}{_rest_of(model, modules)}.")
 
 
 def named_class(model: nn.Module, name: str) -> Units:
@@ -78,6 +88,23 @@ def parameters_in(modules: Iterable[nn.Module]) -> int:
             # by identity: a shared parameter is written twice and counted once
             counts[id(parameter)] = parameter.numel()
     return sum(counts.values())
+
+
+def _lie_apart(some: dict[int, nn.Module], others: dict[int, nn.Module]) -> bool:
+    """Return whether no module of `some` is inside of one of the others, or around one."""
+    inside_some = {id(part) for module in some.values() for part in module.modules()}
+    inside_others = {id(part) for module in others.values() for part in module.modules()}
+    return not (some.keys() & inside_others or others.keys() & inside_some)
+
+
+def _rest_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
+    """Return what the root's unit holds, where that is more than half of the parameters: a large embedding, perhaps."""
+    total = parameters_in([model])
+    in_root = 1 - parameters_in(modules) / max(1, total)
+    if in_root <= _MOST:
+        return ""
+    part = f"{100 * in_root:.3g} %"  # 99.7 % is not all
+    return f"; {part} of the parameters are in none of them, and are gathered together as the root's unit"
 
 
 def _largest_children(model: nn.Module) -> Units:

@@ -27,7 +27,7 @@ class Workload(Task):
     `model()` returns an nn.Module, built on the device that is current; `batch(at)` one rank's micro-batch, of anything
     that `loss` takes, from `at.generator` (or `at.step`, `at.rank`, `at.world_size`, `at.micro_batch`, `at.seed`),
     moved to `at.device`; `loss(model, batch)` a scalar, or several of which the sum is trained. `units` are the
-    classes to shard; None: the repeated block is found. `optimizer(parameters)` returns an optimizer; None: AdamW.
+    classes to shard; None: the repeated blocks are found. `optimizer(parameters)` returns an optimizer; None: AdamW.
     ModelError says what is of the wrong kind.
     """
 
