@@ -126,8 +126,10 @@ def test_a_tied_head_gives_its_gradient_to_the_embedding(monkeypatch):
             spec = RunSpec(model=tied.name, device="cpu", **settings)
             found, kept = predict_recorded(spec, recording_of(spec)), predict(spec)
             assert found.peak_bytes == pytest.approx(kept.peak_bytes, abs=1024), settings  # tokens are cut otherwise
-            for category in ("activations", "unsharded_gradients"):
-                assert found.by_category[category] == kept.by_category[category], settings
+            assert found.by_category["unsharded_gradients"] == kept.by_category["unsharded_gradients"], settings
+            # the tokens are among them
+            activations = pytest.approx(kept.by_category["activations"], abs=1024)
+            assert found.by_category["activations"] == activations, settings
         table = 4 * tied.vocabulary * tied.width
         three_tables = predict(RunSpec(model=tied.name, device="cpu", **few)).by_category
         assert three_tables["activations"] + three_tables["unsharded_gradients"] > 3 * table

@@ -421,8 +421,9 @@ def rest_and_peak(run: StepChoices, recording: MicroBatch) -> tuple[Bytes, Bytes
         units[name] = UnitBuffers(name, parameters, sharing, run.shards, run.replicas, book, transports)
     order = planned_order(units, sharing, Schedule(run.prefetch))
 
-    # the batches of a step are read before it begins
-    book.change(recording.nbytes * run.micro_batches + recording.buffers, "other")
+    # the batches of a step are read before it begins, and counted as activations, as they are when they are measured
+    book.change(recording.nbytes * run.micro_batches, "activations")
+    book.change(recording.buffers, "other")
     _play_step(run, recording, sharing, order, units, book)
     book.change(_state_bytes(run, units.values()), "optimizer_state")
     if transports is not None:
