@@ -131,6 +131,17 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments, words, capsys):
     assert err.startswith("fsdplab: ") and err.count("\n") == 1 and words in err
 
 
+@pytest.mark.parametrize("flags", [["--batch-size", "8"], ["--sequence-length", "32"], ["--text", "README.md"]])
+def test_a_flag_of_tokens_is_refused_beside_batches_of_its_own(flags, tmp_path, capsys):
+    """They were left unused without a word."""
+    model = tmp_path / "mine.py"
+    model.write_text("def model(): ...\ndef batch(at): ...\ndef loss(model, batch): ...\n")
+    for command in (["compare"], ["run", "full_shard"]):
+        code, _, err = ended([*command, "--model", str(model), *flags], capsys)
+        assert code == 2 and err.count("\n") == 1, err
+        assert err.startswith(f"fsdplab: {flags[0]} is {flags[1]}, but the batches of mine.py are its own;")
+
+
 def test_files_in_the_way_are_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for arguments in (["compare", "--keep", str(tmp_path / "file")], ["run", "--out", str(tmp_path / "file")]):

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -26,6 +27,7 @@ from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
 from fsdplab.sessions.spec import Network, Placement, RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.choices import ON_SHARED_MEMORY
 from fsdplab.sessions.spec.rules import check_value
+from fsdplab.workloads.own.sources import reads_text
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,8 @@ def add_command(
             # the text of a flag becomes the value of a field: "512GB" -> 512 * 10**9
             values[flag.into][key] = flag.read(given[key])
         arguments, settings = values[""], values["settings"]
+        if "time_limit" in settings:  # of a run
+            _refuse_what_is_unused(settings, all_flags)
         outputs = Outputs(**values["outputs"]).check()
         if "start" in settings:
             # it imports torch while this process does too
@@ -248,6 +252,19 @@ def add_command(
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.row = does, all_flags  # type: ignore[attr-defined]  # a test compares them
     app.command(name, help=told, epilog=examples(*shown), context_settings=context or None)(command)
+
+
+def _refuse_what_is_unused(settings: Mapping[str, Any], flags: Mapping[str, Flag]) -> None:
+    """Refuse flags of a text and its tokens that were given beside a model whose batches are its own."""
+    if reads_text(settings["model"]) or not Path(settings["model"]).is_file():
+        return
+    file_name = Path(settings["model"]).name
+    for name in ("batch_size", "sequence_length", "text"):
+        if name in settings and settings[name] != flags[name].default:
+            refuse(
+                f"{_flag_of_run(name)} is {settings[name]}, but the batches of {file_name} are its own;"
+                " leave it out, and change batch(at) in the file instead"
+            )
 
 
 def function_of(does: str) -> Callable[..., Any]:
