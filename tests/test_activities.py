@@ -20,6 +20,7 @@ from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from fsdplab.profiling import analyse_trace
+from fsdplab.profiling.setup_faults import SETUP_FAULTS
 from fsdplab.profiling.traces.host_reads import BEFORE_FORWARD, FORWARD_BEGINS, LOOP_GOES_ON
 from fsdplab.recording import activities
 from fsdplab.recording.assemble import _batches, _cores_of_a_node, _interpreter
@@ -119,6 +120,29 @@ def test_an_optimizer_that_is_told_to_loop_is_told_from_one_that_does_so_by_defa
         "default": (True, False),
         "fused": (False, False),
     }
+
+
+@pytest.mark.parametrize(
+    "fused,looping,remedy",
+    [
+        (True, {"SGD": 12}, "torch.optim.SGD(..., fused=True), or foreach=True."),
+        (
+            None,
+            {"AdamW": 12, "SGD": 12},
+            "torch.optim.AdamW(..., fused=True) and torch.optim.SGD(..., fused=True), or foreach=True.",
+        ),
+    ],
+)
+def test_of_two_optimizers_the_one_that_loops_is_named(fused, looping, remedy):
+    """AdamW of 12 tensors, fused or not, and SGD of 12 others."""
+    first, second = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))) for _ in range(2))
+    optimizers = [torch.optim.AdamW(first.parameters(), fused=fused), torch.optim.SGD(second.parameters())]
+    report = Observed(nn.Sequential(first, second), optimizers, Place(0, 1, 1, CPU)).as_report("")
+    assert report["looping"] == looping and report["parameters"] == 24
+    facts = SimpleNamespace(observed=report, optimizer=SimpleNamespace(seconds=0.1), step_s=1.0)
+    rule = next(rule for rule in SETUP_FAULTS if rule.kind == "looping_optimizer")
+    values = rule.claims(rule.kind, facts, None).values
+    assert values["parameters"] == sum(looping.values()) and rule.remedy.format(**values) == remedy
 
 
 def test_groups_of_the_optimizer_are_counted_and_their_kinds_of_options():

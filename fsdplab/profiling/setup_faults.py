@@ -22,13 +22,23 @@ ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves r
 def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Report an optimizer that steps one tensor after the other."""
     optimizer = facts.optimizer
-    parameters = facts.observed.get("parameters") or 0
-    if not facts.observed.get("optimizer_loops") or parameters < MANY or optimizer is None:
+    if not facts.observed.get("optimizer_loops") or optimizer is None:
+        return None
+    # of two optimizers one may loop; earlier records have one name for all
+    looping = facts.observed.get("looping") or {facts.observed["optimizer"]: facts.observed.get("parameters") or 0}
+    parameters = sum(looping.values())
+    if parameters < MANY:
         return None
     # a loop that costs next to nothing is worth a word only where somebody asked for it
     if optimizer.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
         return None
-    values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
+    implementations = "have implementations that take" if len(looping) > 1 else "has an implementation that takes"
+    values = {
+        "optimizer": " and ".join(looping),
+        "implementations": implementations,
+        "calls": " and ".join(f"torch.optim.{name}(..., fused=True)" for name in looping),
+        "parameters": parameters,
+    }
     return Fact(kind, optimizer.seconds, "step", values=values)
 
 
@@ -131,8 +141,8 @@ SETUP_FAULTS = (
         "looping_optimizer",
         _looping_optimizer,
         "The optimizer steps {parameters} tensors one after the other: {seconds} of each step ({share})",
-        "{optimizer} has an implementation that takes all of them at once, and it is not the default here.",
-        "torch.optim.{optimizer}(..., fused=True), or foreach=True.",
+        "{optimizer} {implementations} all of them at once, and that is not the default here.",
+        "{calls}, or foreach=True.",
     ),
     fault_rule(
         "many_groups",

@@ -87,7 +87,8 @@ class Observed:
         """Return its class, whether it steps one tensor after the other, by its choice or as it is told to, and how
         many groups of parameters it has, of how many kinds of options.
         """
-        names, loops, is_told_to, number = set(), False, False, 0
+        names, is_told_to, number = set(), False, 0
+        looping: dict[str, int] = {}  # class -> parameters that it steps one after the other
         groups = 0
         kinds = set[str]()  # the options of groups; as text, since a value may be a tensor
         for optimizer in all_holding_state(self._optimizers):
@@ -95,15 +96,19 @@ class Observed:
             for group in getattr(optimizer, "param_groups", ()):
                 groups += 1
                 kinds.add(repr({name: value for name, value in group.items() if name not in _OF_A_GROUP}))
-                loops = loops or self._loops(group)
-                # None is torch's choice, False the job's
-                is_told_to = is_told_to or group.get("foreach") is False
                 # a flat parameter of FSDP1 holds several
-                number += sum(len(getattr(parameter, "_param_infos", ())) or 1 for parameter in group["params"])
+                of_group = sum(len(getattr(parameter, "_param_infos", ())) or 1 for parameter in group["params"])
+                number += of_group
+                if self._loops(group):
+                    name = type(optimizer).__name__
+                    looping[name] = looping.get(name, 0) + of_group
+                    # None is torch's choice, False the job's
+                    is_told_to = is_told_to or group["foreach"] is False
         return {
             "optimizer": ", ".join(sorted(names)),
-            "optimizer_loops": loops,
-            "told_to_loop": loops and is_told_to,
+            "optimizer_loops": bool(looping),
+            "looping": looping,
+            "told_to_loop": is_told_to,
             "parameters": number,
             "groups": groups,
             "kinds_of_groups": len(kinds),
