@@ -244,7 +244,24 @@ def rotary_as_it_is() -> None:
         torch.testing.assert_close(model.angles, torch.arange(1, 9).float())
 
 
+def rotary_from_rank_0() -> None:
+    """A table that rank 0 has sent (`dist.broadcast` raises no version) draws no warning."""
+    with torch.device("meta"):
+        model = Rotary()
+    sharded(lab_engine, model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(sharded(lab_engine, Rotary()).state_dict())
+    if dist.get_rank() == 0:
+        model.angles.copy_(torch.arange(1, 9))
+    dist.broadcast(model.angles, src=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model).backward()
+    torch.testing.assert_close(model.angles, torch.arange(1, 9).float())
+
+
 def test_garbage_in_buffers_after_to_empty_is_mentioned(ranks) -> None:
+    ranks(2, rotary_from_rank_0)
     said = ranks(2, rotary_from_meta)
     assert all(any("angles" in text for text in rank) for rank in said), said
     ranks(2, rotary_as_it_is)

@@ -19,12 +19,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.buffers import fingerprint
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
 from fsdplab.engine.core.unit import UNSHARDED, Unit
 
-Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
+Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", tuple[int, int]]]
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Unit] = weakref.WeakSet()
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -250,8 +251,7 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
     for name, part, attribute in were_meta:
         buffer = part._buffers[attribute]
         if buffer is not None and not buffer.is_meta:
-            # Whoever writes to a tensor raises its version.
-            unwritten.append((name, weakref.ref(buffer), buffer._version))
+            unwritten.append((name, weakref.ref(buffer), _contents(buffer)))
 
     @compat.not_compiled
     def warn_once(module: nn.Module, _: Any) -> None:
@@ -262,13 +262,25 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
         hook = module.register_forward_pre_hook(warn_once, prepend=True)
 
 
+def _contents(
+    buffer: torch.Tensor,  # any shape
+) -> tuple[int, int]:
+    """Return what changes when somebody writes to `buffer`: its version, and a fingerprint of its bytes, since a
+    collective (`dist.broadcast`) writes without raising the version. Tensors without bytes of their own have the
+    version alone.
+    """
+    if buffer.layout is not torch.strided or buffer.is_quantized or type(buffer) is not torch.Tensor:
+        return buffer._version, 0
+    return buffer._version, int(fingerprint([buffer.detach().clone()]))
+
+
 def _warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:
     """Warn of buffers that still hold what `to_empty` left in them."""
     shown = {id(buffer) for module in modules for buffer in module._buffers.values()}
     names = []
-    for name, reference, version in buffers:
+    for name, reference, contents in buffers:
         buffer = reference()
-        if buffer is not None and id(buffer) in shown and buffer._version == version:
+        if buffer is not None and id(buffer) in shown and _contents(buffer) == contents:
             names.append(name)
     if names:
         warnings.warn(
