@@ -439,6 +439,15 @@ class ShardedParam:
             return self.gathered.dtype
         return self.dtype
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward may leave a gradient. A user sets `requires_grad` of the form that the modules show, and
+        may hold the other one: what either of them asks for is reduced.
+        """
+        if self.at_rest.requires_grad:
+            return True
+        return self.gathered is not None and self.gathered.requires_grad
+
     def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
         """Move the gradient that autograd left on the gathered form to `unsharded_gradient`, or add it to that."""
         gathered = self.gathered

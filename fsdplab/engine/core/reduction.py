@@ -124,7 +124,7 @@ class GradientMemory(Memory):
             accumulate_in = self.config.policy.reduce_dtype
         for param in self.params:
             # Once trained, it stays to be reduced, also if it is frozen before the last micro-batch.
-            param.to_reduce = param.to_reduce or param.at_rest.requires_grad
+            param.to_reduce = param.to_reduce or param.is_trained
             param.take_gradient(accumulate_in)
             if param.unsharded_gradient is not None:
                 events.tag("unsharded_gradients", param.unsharded_gradient, self.name)

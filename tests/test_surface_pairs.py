@@ -1,0 +1,87 @@
+"""Two features at once, as training programs combine them, with PyTorch's engine and with the lab's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.surface import Net, gradients, loss_of, on_both, sharded
+
+# ---- what is trained changes while modules show unsharded parameters
+
+
+def partly_frozen(fsdp: Any, keeps: bool | None) -> nn.Module:
+    """A model of which only the last layer trains; `keeps` is its `reshard_after_forward`."""
+    model = Net()
+    model.requires_grad_(False)
+    model.last.requires_grad_(True)
+    return sharded(fsdp, model, reshard_after_forward=keeps)
+
+
+def trained_after_unshard(fsdp: Any) -> Any:
+    """Unfrozen after `unshard()`: the unsharded parameters have gradients, and the sharded ones get them."""
+    answers = []
+    for keeps in (None, True, False):
+        model = partly_frozen(fsdp, keeps)
+        for unit in (model, *model.blocks):
+            unit.unshard()
+        model.requires_grad_(True)
+        loss_of(model).backward()
+        first = gradients(model)
+        model.zero_grad()
+        loss_of(model, 1).backward()
+        answers.append((first, gradients(model), [parameter.requires_grad for parameter in model.parameters()]))
+    return answers
+
+
+def trained_between_micro_batches(fsdp: Any) -> Any:
+    """Unfrozen while units stay unsharded after a backward; what later micro-batches train is reduced."""
+    answers = []
+    for keeps in (None, True, False):
+        model = partly_frozen(fsdp, keeps)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        loss_of(model).backward()
+        model.blocks[1].requires_grad_(True)
+        loss_of(model, 1).backward()
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        loss_of(model, 2).backward()
+        answers.append(gradients(model))
+    return answers
+
+
+def trained_after_a_forward_alone(fsdp: Any) -> Any:
+    """Unfrozen after a forward that no backward followed and that left the units unsharded."""
+    model = partly_frozen(fsdp, False)
+    loss_of(model)
+    model.requires_grad_(True)
+    loss_of(model, 1).backward()
+    return gradients(model)
+
+
+def held_while_unsharded(fsdp: Any) -> Any:
+    """Sharded parameters that somebody holds are frozen between a forward and its backward."""
+    answers = []
+    for keeps in (None, True, False):
+        model = sharded(fsdp, reshard_after_forward=keeps)
+        held = dict(model.named_parameters())
+        loss = loss_of(model)
+        for name, parameter in held.items():
+            parameter.requires_grad_("blocks.1" not in name)
+        loss.backward()
+        first = gradients(model)
+        model.zero_grad()
+        loss_of(model, 1).backward()
+        answers.append((first, gradients(model)))
+    return answers
+
+
+@pytest.mark.full
+def test_what_is_trained_changes_while_parameters_are_unsharded(ranks) -> None:
+    on_both(
+        ranks, 2, trained_after_unshard, trained_between_micro_batches, trained_after_a_forward_alone,
+        held_while_unsharded,
+    )  # fmt: skip
