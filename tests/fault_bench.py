@@ -173,6 +173,13 @@ FAULTS = (
     Fault("summons", "whole weights are averaged after each step", ("summon_full_params",),
           {"fsdp1": ("every hundredth",)}),
     Fault("retains", "graphs are retained after the backward", ("retain_graph",), _both("without retain_graph")),
+    Fault("one-loads", "weights are loaded into the wrapped model, on rank 0 alone", ("different models",),
+          {"ddp": ("load_state_dict on every rank",)}),
+    Fault("all-load", "no fault: weights are loaded into the wrapped model, on all ranks", accuses=False,
+          remedy={"ddp": ()}),
+    Fault("own-start", "replicas of shards begin with a seed of their own", ("different models",),
+          {"fsdp2": ("manual_seed",)}),
+    Fault("one-start", "no fault: replicas of shards begin with one seed", accuses=False, remedy={"fsdp2": ()}),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
 ADAPTERS = ("adapters", "adapters-apart")  # of frozen blocks
+HYBRID = ("own-start", "one-start")  # replicas of shards
 ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first")
 
 
@@ -110,14 +112,17 @@ def tokenised(text: str) -> list[int]:
 
 def sharded(model: Network, fault: str) -> nn.Module:
     """The model under PyTorch's FSDP2."""
+    mesh = None
+    if fault in HYBRID:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
     if fault == "tiny-units":
         for module in [each for each in model.modules() if isinstance(each, (nn.Linear, nn.LayerNorm))]:
             fully_shard(module)
     elif fault != "one-unit":
         for block in model.blocks:
-            fully_shard(block, reshard_after_forward=fault != "keep")
+            fully_shard(block, mesh=mesh, reshard_after_forward=fault != "keep")
     if fault != "no-root":
-        fully_shard(model)
+        fully_shard(model, mesh=mesh)
     if fault not in ("no-prefetch", "one-unit", "tiny-units", "no-root"):
         for block, following in zip(model.blocks, list(model.blocks)[1:]):
             block.set_modules_to_forward_prefetch([following])
@@ -186,13 +191,16 @@ class Loop:
 
     def __init__(self, engine: str, fault: str, folder: str) -> None:
         self.engine, self.fault, self.folder, self.rank = engine, fault, folder, dist.get_rank()
-        torch.manual_seed(0)
+        torch.manual_seed(self.rank if fault == "own-start" else 0)
         network = Network(fault).to(torch.float64 if fault == "fp64" else torch.float32)
         torch.autograd.set_detect_anomaly(fault == "anomaly")
         self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
         self.optimizer = optimizer_of(network, fault)
         self.model = ENGINES[engine](network, fault)
         add_hook(network, fault)
+        torch.manual_seed(7)
+        if fault == "all-load" or (fault == "one-loads" and self.rank == 0):
+            network.load_state_dict(Network(fault).state_dict())
         if fault != "optimizer-first":
             self.optimizer = optimizer_of(self.model, fault)
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1

@@ -36,6 +36,7 @@ IDLE = {"idle_gradient_bytes": 8_000_000}
 PREPARED = {"preparing": (1, 35 * MS, 0), "before a forward": (1, 32 * MS, 0)}
 GROUPS = {"groups": 26, "kinds_of_groups": 2}
 SAME_BATCHES = {"ranks_with_batches": 2, "steps_with_batches": 8, "steps_with_equal_batches": 8, "equal_batches": 8}
+COPIES = {"compared_parameters": 26, "different_parameters": 18}
 THREAD = {"interpreter_wait_s": 0.005, "thread": "metrics", "thread_s": 0.05, "thread_rank": 1}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
@@ -179,6 +180,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("busy_thread", "metrics of rank 1 runs for 50.0 ms of a step", "multiprocessing", {"observed": THREAD}),
         ("bound_together", "bound to 1 core of the machine's 8", "taskset", {"observed": BOUND}),
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
+        ("different_copies", "18 of 26 parameters", "torch.manual_seed", {"observed": COPIES}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -199,6 +201,7 @@ def test_a_fault_is_named_with_its_remedy(kind, says, remedy, given, share, tmp_
         ("find_unused", "find_unused_parameters", "find_unused_parameters=False", {"observed": UNUSED}),
         ("sent_buffers", "32.0 kB", "broadcast_buffers=False", {"observed": BUFFERS}),
         ("small_buckets", "5 all-reduces a step", "bucket_cap_mb", BUCKETS),
+        ("different_copies", "18 of 26 parameters", "load_state_dict on every rank", {"observed": COPIES}),
         ("one_bucket", "the all-reduce of 25.0 MB begins", "bucket_cap_mb=25", ONE_BUCKET),
         ("full_messages", "fp32", "bf16_compress_hook", {"observed": {"autocast": "bfloat16"}}),
     ],
@@ -264,6 +267,9 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (PLAIN, {"calls": [], "observed": {"has_model": True}, "own_all_reduce": (1, MS, 4_000_000)}),
         (PLAIN, {"calls": [("send", "", "forward", 4_000)], "observed": {"has_model": True}}),
         (FSDP2, {"retained graph": (1, 0, 0), "backward": (2, 30 * MS, 0)}),  # two losses of one graph
+        (DDP, {"calls": REPLICATED, "observed": COPIES | {"different_parameters": 2}}),  # as a head of a rank's own
+        (DDP, {"calls": REPLICATED, "observed": COPIES | {"has_comm_hook": True}}),  # which may average now and then
+        (DDP, {"calls": REPLICATED, "observed": COPIES, "own_all_gather": (2, MS, 80_000)}),
         (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
         (
             FSDP2,

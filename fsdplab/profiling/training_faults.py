@@ -23,6 +23,7 @@ _REPLICATED = "torch-ddp"
 _SHARDED = ("torch-fsdp1", "torch-fsdp2")
 FIGURES_BYTES = 64  # of a collective of a few figures, such as a loss, where parts of a model are larger
 FEW_BATCHES = 3  # batches of a step that tell, by all they hold, whether ranks have the same
+DIFFERENT_PART = 0.1  # of the parameters that are compared; norms and biases begin equal on any seed
 IDLE_PART = 0.05  # part of the peak from which on gradients that nobody steps are worth a word
 
 
@@ -116,6 +117,31 @@ def backward_begins(facts: StepFacts, step: int) -> list[int]:
         if row["phase"] in ("forward", "backward"):
             is_forward = row["phase"] == "forward"
     return begins
+
+
+def _different_copies(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report ranks that hold different values of parameters of which each holds a copy."""
+    compared = facts.observed.get("compared_parameters") or 0
+    different = facts.observed.get("different_parameters") or 0
+    # a hook of the job's own, or its loop, may average parameters now and then
+    if facts.observed.get("has_comm_hook") or _exchanges_itself(facts):
+        return None
+    if not different or different < DIFFERENT_PART * compared:
+        return None
+    return Fact(kind, 0.0, "step", values={"different": different, "compared": compared})
+
+
+def _same_start(facts: StepFacts) -> str:
+    if facts.spec.get("engine") == _REPLICATED:
+        return (
+            "Load weights before DistributedDataParallel(model), which sends rank 0's to all ranks when it is made and"
+            " never again; or call load_state_dict on every rank, and not inside of `if rank == 0`. Change parameters"
+            " afterwards on all ranks alike, with the same learning rate."
+        )
+    return (
+        "Begin with one model: torch.manual_seed with the same number on all ranks before the model is made, or the"
+        " same weights loaded on each rank. fully_shard over a mesh of replicas sends no parameters between them."
+    )
 
 
 def _updates_nothing(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -235,6 +261,16 @@ TRAINS_WRONGLY = (
         "Reduce in the last micro-batch: no_sync(), or set_requires_gradient_sync(False), for all but the one after"
         " which the optimizer steps, (i + 1) % accumulation != 0. Of several losses of one forward call backward of"
         " their sum: DistributedDataParallel reduces once for each forward.",
+    ),
+    fault_rule(
+        "different_copies",
+        _different_copies,
+        "Ranks train different models: {different} of {compared} parameters that were compared differ between ranks"
+        " that should hold the same",
+        "Their gradients are averaged, and each rank adds the average to parameters of its own: a difference from"
+        " before stays, and a checkpoint holds what one of them has.",
+        _same_start,
+        unless=["updates_nothing", "not_reduced", "reduced_early"],
     ),
     fault_rule(
         "outside_units",

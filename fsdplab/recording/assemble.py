@@ -19,6 +19,7 @@ from fsdplab.common.files import is_locked
 from fsdplab.common.processes import name_of
 from fsdplab.common.words import plural
 from fsdplab.profiling.traces.skew import sent_per_step
+from fsdplab.recording.replicas import compared
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
@@ -192,6 +193,7 @@ def _observed(results: Mapping[int, Row]) -> Row:
         "core_wait_s": mean_waits,
         **_batches(results),
         **_interpreter(results),
+        **compared(result["copies"] for result in results.values()),
     }
 
 

@@ -24,6 +24,7 @@ from fsdplab.profiling.profiler import prepare_profiler
 from fsdplab.recording.batches import Batches
 from fsdplab.recording.interpreter import Interpreter
 from fsdplab.recording.observed import Observed, is_compiled
+from fsdplab.recording.replicas import values_of
 from fsdplab.recording.rows import Place, StepRows, Taken
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
@@ -244,7 +245,9 @@ class Window:
             # the count began with the profiler, so its warm-up steps are in it
             steps = self._settings.end - self._settings.first + self._warmup
             sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
-        observed = {}
+        observed, copies = {}, {}
+        if self._subject is not None:
+            copies = values_of(self._subject.model)
         if self._observed is not None:
             observed = self._observed.as_report(self.autocast)
         content = {
@@ -256,6 +259,7 @@ class Window:
             "cpu_share": self._cpu_share,
             "batches": self._end_batches(),
             "interpreter": self._interpreter.as_report(),
+            "copies": copies,
         }
         self._observed = None
         self._write("result", content)

@@ -1,0 +1,91 @@
+"""Compares the parameters that several ranks hold as copies of each other: training keeps them equal if they were.
+
+DistributedDataParallel sends rank 0's parameters once, when it wraps the model, and replicas of FSDP2's shards are sent
+never. Afterwards ranks add the same update to what each of them has, so what was loaded on one rank alone stays there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.recording.gradients import local
+from fsdplab.recording.subject import fsdp2_units
+
+_PARAMETERS = 256  # of a model that are looked at, spread over all of it
+_VALUES = 8  # of each of them
+_APART = 1e-3  # of a parameter's size: equal ranks have the same bits, and other kinds of GPUs round otherwise
+
+
+def values_of(model: nn.Module) -> dict[str, Any]:
+    """Return some values of the parameters that this rank holds a copy of, by name, and the ranks that have the others;
+    {} where it holds no copies.
+    """
+    ranks = _ranks_with_copies(model)
+    if len(ranks) < 2:
+        return {}
+    ignored = set(getattr(model, "parameters_to_ignore", ()))  # which DistributedDataParallel leaves alone
+    named = []
+    for name, parameter in model.named_parameters():
+        values = local(parameter.detach())
+        is_ignored = name in ignored or name.removeprefix("module.") in ignored
+        if not is_ignored and values.numel() and values.is_floating_point() and not values.is_meta:
+            named.append((name, values))
+    every = -(-len(named) // _PARAMETERS)
+    chosen = dict(named[:: max(1, every)])
+    if not chosen:
+        return {}
+    # one copy to the host for all of them
+    some = torch.stack([_some_of(values) for values in chosen.values()]).tolist()
+    return {"ranks": ranks, "values": dict(zip(chosen, some))}
+
+
+def _ranks_with_copies(model: nn.Module) -> list[int]:
+    """Return the ranks of the job whose parameters should be equal to this rank's."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return dist.get_process_group_ranks(model.process_group)
+    for unit in fsdp2_units(model):
+        # a unit whose parameters all belong to inner ones has no group
+        group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
+        if group is not None:
+            replicas = getattr(group.mesh_info, "replicate_process_group", None)
+            return [] if replicas is None else dist.get_process_group_ranks(replicas)
+    return []
+
+
+def _some_of(values: torch.Tensor) -> torch.Tensor:
+    """Return so many values, at about equal distances; the last one fills up what a small tensor lacks."""
+    flat = values.reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, _VALUES, device=flat.device).long()
+    return flat[places].float()
+
+
+def compared(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the parameters that ranks which should hold the same values hold with different ones; {} where there are no
+    two such ranks.
+    """
+    by_group: dict[tuple[int, ...], list[Mapping[str, list[float]]]] = defaultdict(list)
+    for found in of_ranks:
+        if found:
+            by_group[tuple(found["ranks"])].append(found["values"])
+    names, apart = set[str](), set[str]()
+    for copies in by_group.values():
+        first, *others = copies
+        for other in others:
+            for name in first.keys() & other.keys():
+                names.add(name)
+                if _differ(first[name], other[name]):
+                    apart.add(name)
+    return {"compared_parameters": len(names), "different_parameters": len(apart)} if names else {}
+
+
+def _differ(one: list[float], other: list[float]) -> bool:
+    """Return whether a parameter's values differ by more than rounding; what is no number is another fault."""
+    a, b = torch.tensor(one), torch.tensor(other)
+    scale = torch.maximum(a.abs().max(), b.abs().max())
+    return bool((a - b).abs().max() > _APART * scale)

@@ -1,0 +1,78 @@
+"""What a recording sees of a job's updates: whether they arrive in parameters, and make those of all ranks equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdplab.recording.replicas import compared, values_of
+
+pytestmark = pytest.mark.quick
+
+
+def copies(*of_ranks: dict[str, list[float]], ranks: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
+    return [{"ranks": list(ranks), "values": values} for values in of_ranks]
+
+
+def test_copies_of_a_parameter_that_differ_are_counted():
+    mine = {"up.weight": [0.5, -0.25, 0.0], "norm.weight": [1.0, 1.0, 1.0]}
+    assert compared(copies(mine, mine)) == {"compared_parameters": 2, "different_parameters": 0}
+    other = {**mine, "up.weight": [0.5, -0.26, 0.0]}
+    assert compared(copies(mine, other)) == {"compared_parameters": 2, "different_parameters": 1}
+    assert compared(copies(mine, mine, other)) == {"compared_parameters": 2, "different_parameters": 1}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [],
+        [{}, {}],  # shards, of which no rank has a copy
+        copies({"a": [1.0]}),  # the other rank was not measured
+        [*copies({"a": [1.0]}, ranks=(0, 2)), *copies({"a": [3.0]}, ranks=(1, 3))],  # two groups of tensor parallelism
+        copies({"stage0": [1.0]}, {"stage1": [2.0]}),  # two stages of a pipeline
+    ],
+)
+def test_ranks_that_share_no_parameter_are_not_compared(found):
+    assert compared(found) == {}
+
+
+@pytest.mark.parametrize(
+    "one,other",
+    [
+        ([1.0, 1e-6], [1.0, 1e-6 + 1e-8]),  # another kind of GPU rounds otherwise
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([float("nan"), 1.0], [float("nan"), 1.0]),  # which is another fault
+        ([float("inf")], [float("inf")]),
+    ],
+)
+def test_rounding_is_no_difference(one, other):
+    assert compared(copies({"a": one}, {"a": other}))["different_parameters"] == 0
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_values_of_what_ddp_keeps_equal_are_read(alone):
+    network = nn.ModuleDict({"up": nn.Linear(8, 8), "own": nn.Linear(8, 1), "scale": nn.Embedding(1, 1)})
+    network._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]  # DistributedDataParallel's own name
+    found = values_of(nn.parallel.DistributedDataParallel(network))
+    assert found["ranks"] == [0, 1]
+    assert set(found["values"]) == {"module.up.weight", "module.up.bias", "module.scale.weight"}
+    weight = network["up"].weight.flatten()
+    assert found["values"]["module.up.weight"][0] == weight[0] and found["values"]["module.up.weight"][-1] == weight[-1]
+    assert {len(values) for values in found["values"].values()} == {8}
+    assert values_of(network) == {}, "a model of no engine"
+
+
+def test_of_a_large_model_some_parameters_are_read(alone):
+    network = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(1000)])
+    assert 200 < len(values_of(nn.parallel.DistributedDataParallel(network))["values"]) <= 256
