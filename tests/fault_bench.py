@@ -180,6 +180,11 @@ FAULTS = (
     Fault("own-start", "replicas of shards begin with a seed of their own", ("different models",),
           {"fsdp2": ("manual_seed",)}),
     Fault("one-start", "no fault: replicas of shards begin with one seed", accuses=False, remedy={"fsdp2": ()}),
+    Fault("no-warm-up", "a warm-up by an integer division, whose factor is 0", ("learning rate is 0 in 26 of 26",),
+          _both("step // warmup")),
+    Fault("ended-decay", "a scheduler that is stepped in each of 4 micro-batches", ("learning rate is 0 in",),
+          _both("not in each micro-batch")),
+    Fault("warm-up", "no fault: a warm-up that begins at 0", accuses=False, remedy=_both()),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

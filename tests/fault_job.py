@@ -31,7 +31,7 @@ WIDTH, DEPTH, TOKENS = 128, 4, 64
 MICRO_BATCHES = 4  # of the jobs that accumulate
 ADAPTERS = ("adapters", "adapters-apart")  # of frozen blocks
 HYBRID = ("own-start", "one-start")  # replicas of shards
-ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first")
+ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each", "item-micro", "reduce-first", "ended-decay")
 
 
 class Block(nn.Module):
@@ -183,6 +183,18 @@ def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3, fused=fused, foreach=foreach)
 
 
+def scheduler_of(optimizer: torch.optim.Optimizer, fault: str) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """A warm-up or a decay, for the jobs that have one."""
+    factors = {
+        "no-warm-up": lambda step: min(1, step // 100),
+        "warm-up": lambda step: min(1.0, step / 100),
+        "ended-decay": lambda step: max(0.0, 1 - step / 28),
+    }
+    if fault not in factors:
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factors[fault])
+
+
 # ---- the loop
 
 
@@ -203,6 +215,7 @@ class Loop:
             network.load_state_dict(Network(fault).state_dict())
         if fault != "optimizer-first":
             self.optimizer = optimizer_of(self.model, fault)
+        self.scheduler = scheduler_of(self.optimizer, fault)
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
         self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
         self.running: float | torch.Tensor = 0.0
@@ -248,6 +261,9 @@ class Loop:
         self.optimizer.step()
         if self.fault == "second-step":
             self.optimizer.step()
+        if self.scheduler is not None:
+            for _ in range(self.micro_batches):  # more than one is the fault of the decay
+                self.scheduler.step()
         if self.fault != "no-zero":
             self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
 

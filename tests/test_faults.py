@@ -181,6 +181,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("bound_together", "bound to 1 core of the machine's 8", "taskset", {"observed": BOUND}),
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("different_copies", "18 of 26 parameters", "torch.manual_seed", {"observed": COPIES}),
+        ("no_learning_rate", "0 in 26 of 26 steps, first in step 0", "step // warmup", {"learning rate 0": (1, 0, 0)}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -439,6 +440,13 @@ def test_an_optimizer_that_steps_without_a_backward_is_named(tmp_path):
     assert faults(in_some(job(tmp_path, backward=(1, 30 * MS, 0)), "backward", lambda step: step != 20)) == []
     pipeline = in_some(job(tmp_path, backward=(1, 30 * MS, 0)), "backward", lambda step: False)
     assert faults(pipeline) == [], "its backward is not one of a tensor"
+
+
+@pytest.mark.parametrize("has", [lambda step: step == 0, lambda step: step >= 20, lambda step: step % 4 == 0])
+def test_a_warm_up_that_begins_at_0_and_a_decay_that_ends_there_are_no_fault(has, tmp_path):
+    assert faults(in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", has)) == []
+    ended = in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", lambda step: step >= 7)
+    assert "0 in 19 of 26 steps, first in step 7" in only(ended).title
 
 
 def holds(record: RunRecord, of_step: Callable[[int], int]) -> RunRecord:

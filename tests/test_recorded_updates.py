@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdplab.recording.replicas import compared, values_of
+from fsdplab.recording.subject import has_no_learning_rate
 
 pytestmark = pytest.mark.quick
 
@@ -76,3 +78,23 @@ def test_values_of_what_ddp_keeps_equal_are_read(alone):
 def test_of_a_large_model_some_parameters_are_read(alone):
     network = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(1000)])
     assert 200 < len(values_of(nn.parallel.DistributedDataParallel(network))["values"]) <= 256
+
+
+# ---- learning rates
+
+
+@pytest.mark.parametrize(
+    "rates,is_none",
+    [
+        ([0.0, 0], True),
+        ([torch.tensor(0.0)], True),
+        ([0.0, 1e-4], False),  # a part of the model is frozen so
+        ([None], False),  # Adafactor finds its own
+        ([torch.tensor(0.0, device="meta")], False),  # as on a GPU, whose numbers are not read
+        ([], False),
+    ],
+)
+def test_a_learning_rate_of_0_in_all_groups_is_seen(rates, is_none):
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    assert has_no_learning_rate([SimpleNamespace(param_groups=groups)]) is is_none
+    assert has_no_learning_rate([]) is False and has_no_learning_rate([object()]) is False

@@ -16,6 +16,7 @@ from fsdplab.common.words import plural
 from fsdplab.profiling.loop_faults import MANY, REGULAR, SMALL_BYTES, micro_batches
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
+from fsdplab.profiling.update_faults import UPDATE_FAULTS
 from fsdplab.records.tables import Row
 
 REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -245,6 +246,7 @@ TRAINS_WRONGLY = (
         "Make the optimizer after the model is sharded or wrapped, with model.parameters() of that model; and call"
         " optimizer.zero_grad() after optimizer.step(), or before the backward.",
     ),
+    *UPDATE_FAULTS,
     fault_rule(
         "not_reduced",
         _not_reduced,

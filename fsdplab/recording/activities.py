@@ -27,6 +27,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `turn` | backwards that are the first since an optimizer has stepped: two a step where two optimizers take turns |
 | `retained graph` | those of them with `retain_graph=True` |
 | `optimizer` | the host's time in `Optimizer.step` |
+| `learning rate 0` | steps in which each group of the optimizers has a learning rate of 0 (rank.py) |
 | `optimizer made` | optimizers that step in the place of earlier ones (rank.py) |
 | `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsdplab.recording.garbage import Collections
 from fsdplab.recording.rows import Place, StepRows, Taken, is_main_thread, resident_bytes
 from fsdplab.recording.settings import Settings
-from fsdplab.recording.subject import parameters_of
+from fsdplab.recording.subject import has_no_learning_rate, parameters_of
 
 if TYPE_CHECKING:
     from fsdplab.profiling import TagLog
@@ -190,6 +190,8 @@ class RankRecorder:
         if seconds is not None:
             self.taken.cpu_s = time.process_time() - self._cpu_began
         self.taken.note("resident", 0, resident_bytes(self._rows.place.device))
+        if has_no_learning_rate(optimizers):
+            self.taken.note("learning rate 0", 0)
         evaluated = self.taken.evaluated is not None
         # an evaluation that still goes on belongs to the next step too
         is_timed = seconds is not None and self.taken.evaluates_since is None

@@ -262,6 +262,20 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     return parameters
 
 
+def has_no_learning_rate(optimizers: Sequence[Any]) -> bool:
+    """Return whether all groups of these optimizers have a learning rate, and it is 0 in each of them."""
+    has_groups = False
+    for optimizer in all_holding_state(optimizers):
+        for group in getattr(optimizer, "param_groups", ()):
+            rate = group.get("lr")
+            # a number on a GPU is not read, as that would wait for it
+            is_on_host = isinstance(rate, (int, float)) or (torch.is_tensor(rate) and rate.device.type == "cpu")
+            if not is_on_host or bool(rate):
+                return False
+            has_groups = True
+    return has_groups
+
+
 def all_holding_state(optimizers: Sequence[Any]) -> list[Any]:
     """Return the optimizers that have the state of these optimizers."""
     inner: list[Any] = []
