@@ -185,6 +185,11 @@ FAULTS = (
     Fault("ended-decay", "a scheduler that is stepped in each of 4 micro-batches", ("learning rate is 0 in",),
           _both("not in each micro-batch")),
     Fault("warm-up", "no fault: a warm-up that begins at 0", accuses=False, remedy=_both()),
+    Fault("bf16", "parameters and the optimizer's state in bf16, at a small learning rate", ("lost to rounding",),
+          {"fsdp2": ("MixedPrecisionPolicy",), "ddp": ("torch.autocast",)}),
+    Fault("bf16-large-rate", "no fault: parameters in bf16, at a rate at which updates arrive", accuses=False,
+          remedy=_both()),
+    Fault("nan", "a softmax of rows that are masked as a whole", ("NaN",), _both("set_detect_anomaly")),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

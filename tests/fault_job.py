@@ -107,6 +107,13 @@ def tokenised(text: str) -> list[int]:
     return [numbers.setdefault(word.strip(".,").lower(), len(numbers)) for word in text.split()]
 
 
+def dtype_of(fault: str) -> torch.dtype:
+    """The type of parameters and samples."""
+    if fault == "fp64":
+        return torch.float64
+    return torch.bfloat16 if fault in ("bf16", "bf16-large-rate") else torch.float32
+
+
 # ---- the model as each engine has it
 
 
@@ -180,7 +187,8 @@ def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
         for parameter in trained:
             (matrices if parameter.ndim > 1 else others).append(parameter)
         trained = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(trained, lr=1e-3, fused=fused, foreach=foreach)
+    rate = {"bf16": 1e-5, "bf16-large-rate": 1e-2}.get(fault, 1e-3)
+    return torch.optim.AdamW(trained, lr=rate, fused=fused, foreach=foreach)
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, fault: str) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -204,7 +212,7 @@ class Loop:
     def __init__(self, engine: str, fault: str, folder: str) -> None:
         self.engine, self.fault, self.folder, self.rank = engine, fault, folder, dist.get_rank()
         torch.manual_seed(self.rank if fault == "own-start" else 0)
-        network = Network(fault).to(torch.float64 if fault == "fp64" else torch.float32)
+        network = Network(fault).to(dtype_of(fault))
         torch.autograd.set_detect_anomaly(fault == "anomaly")
         self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
         self.optimizer = optimizer_of(network, fault)
@@ -272,8 +280,7 @@ class Loop:
         if self.fault == "tokenises":
             for _ in range(24):
                 tokenised(TEXT)
-        if self.fault == "fp64":
-            x = x.double()
+        x = x.to(dtype_of(self.fault))
         if self.fault == "imbalance" and self.rank == 1:
             x, y = x.repeat(6, 1, 1), y.repeat(6)
         if self.fault == "sleepy" and self.rank == 1:
@@ -302,6 +309,8 @@ class Loop:
             losses = [nn.functional.cross_entropy(self.model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))]
             return torch.stack(losses).mean()
         features = self.model(x)
+        if self.fault == "nan":  # no class is left to some samples
+            features = features.masked_fill((y == 3)[:, None], -torch.inf)
         if self.fault == "contrastive":
             gathered = [torch.empty_like(features) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, features)

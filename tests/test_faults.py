@@ -26,6 +26,7 @@ STEPS, PROFILED = range(26), range(8, 16)
 OBSERVED = {"threads": 1, "cores": 2, "ranks_of_a_node": 2, "parameters": 26, "optimizer": "AdamW"}
 FSDP2 = {"engine": "torch-fsdp2", "strategy": "full_shard", "world_size": 2, "job": "a.py", "precision": "fp32"}
 PLAIN = {**FSDP2, "engine": "plain", "strategy": "no_shard"}
+FSDP1 = {**FSDP2, "engine": "torch-fsdp1"}
 DDP = {**FSDP2, "engine": "torch-ddp", "strategy": "no_shard"}
 GRAPHS = {"graph": (100, 40 * MS, 0), "dropped graph": (50, 20 * MS, 0)}
 NOTHING = {"updates_nothing": True, "has_model": True}
@@ -37,6 +38,7 @@ PREPARED = {"preparing": (1, 35 * MS, 0), "before a forward": (1, 32 * MS, 0)}
 GROUPS = {"groups": 26, "kinds_of_groups": 2}
 SAME_BATCHES = {"ranks_with_batches": 2, "steps_with_batches": 8, "steps_with_equal_batches": 8, "equal_batches": 8}
 COPIES = {"compared_parameters": 26, "different_parameters": 18}
+LOST = {"updated_elements": 900, "lost_elements": 700, "trained_elements_here": 1000, "short_type": "bfloat16"}
 THREAD = {"interpreter_wait_s": 0.005, "thread": "metrics", "thread_s": 0.05, "thread_rank": 1}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
@@ -182,6 +184,11 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("double_precision", "fp64", "model.float()", {"spec": {**FSDP2, "precision": "fp64"}}),
         ("different_copies", "18 of 26 parameters", "torch.manual_seed", {"observed": COPIES}),
         ("no_learning_rate", "0 in 26 of 26 steps, first in step 0", "step // warmup", {"learning rate 0": (1, 0, 0)}),
+        ("lost_updates", "leaves 78 % of the elements", "MixedPrecisionPolicy", {"observed": LOST}),
+        ("lost_updates", "bfloat16", "torch.autocast", {"observed": LOST, "spec": DDP, "calls": REPLICATED}),
+        ("lost_updates", "bfloat16", "MixedPrecision(", {"observed": LOST, "spec": FSDP1}),
+        ("lost_updates", "bfloat16", "TrainingArguments", {"observed": LOST, "spec": FSDP2 | {"trainer": "Trainer"}}),
+        ("lost_updates", "bfloat16", "bf16-mixed", {"observed": LOST, "spec": FSDP2 | {"trainer": "Lightning"}}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -271,6 +278,8 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (DDP, {"calls": REPLICATED, "observed": COPIES | {"different_parameters": 2}}),  # as a head of a rank's own
         (DDP, {"calls": REPLICATED, "observed": COPIES | {"has_comm_hook": True}}),  # which may average now and then
         (DDP, {"calls": REPLICATED, "observed": COPIES, "own_all_gather": (2, MS, 80_000)}),
+        (FSDP2, {"observed": LOST | {"lost_elements": 300}}),
+        (FSDP2, {"observed": LOST | {"trained_elements_here": 10_000}}),  # a tenth of the model is in bf16
         (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
         (
             FSDP2,
@@ -447,6 +456,16 @@ def test_a_warm_up_that_begins_at_0_and_a_decay_that_ends_there_are_no_fault(has
     assert faults(in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", has)) == []
     ended = in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", lambda step: step >= 7)
     assert "0 in 19 of 26 steps, first in step 7" in only(ended).title
+
+
+def test_losses_that_are_no_numbers_are_named(tmp_path):
+    def of_step(rank: int, step: int) -> float:
+        return float("nan") if step >= 5 and rank == 1 else 2.0 - 0.01 * step + 0.001 * rank
+
+    found = only(losing(job(tmp_path), of_step))
+    assert found.kind == "not_finite" and "in 21 of 26 steps, first in step 5" in found.title
+    once = losing(job(tmp_path), lambda rank, step: float("inf") if step == 20 else 2.0 - 0.01 * step + 0.001 * rank)
+    assert faults(once) == []
 
 
 def holds(record: RunRecord, of_step: Callable[[int], int]) -> RunRecord:

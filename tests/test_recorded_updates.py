@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdplab.recording.gradients import Gradients
 from fsdplab.recording.replicas import compared, values_of
 from fsdplab.recording.subject import has_no_learning_rate
 
@@ -98,3 +100,34 @@ def test_a_learning_rate_of_0_in_all_groups_is_seen(rates, is_none):
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
     assert has_no_learning_rate([SimpleNamespace(param_groups=groups)]) is is_none
     assert has_no_learning_rate([]) is False and has_no_learning_rate([object()]) is False
+
+
+# ---- updates that are rounded away
+
+
+def lost_in_a_step(optimizer_of: Any, dtype: torch.dtype) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to(dtype)
+    optimizer = optimizer_of(network.parameters())
+    seen = Gradients(network, [optimizer])
+    network(torch.randn(16, 64, dtype=dtype)).float().pow(2).mean().backward()
+    optimizer.step()
+    seen.end()
+    report = seen.as_report()
+    assert report["trained_elements_here"] == 64 * 64 + 64 + 64 * 8 + 8
+    return report["updated_elements"], report["lost_elements"], report["trained_elements_here"]
+
+
+def test_updates_that_a_short_type_rounds_away_are_counted():
+    updated, lost, trained = lost_in_a_step(partial(torch.optim.AdamW, lr=1e-5), torch.bfloat16)
+    assert updated > 0.9 * trained and lost > 0.8 * updated
+    updated, lost, trained = lost_in_a_step(partial(torch.optim.AdamW, lr=1e-2), torch.bfloat16)
+    assert updated > 0.9 * trained and lost < 0.1 * updated
+    assert lost_in_a_step(partial(torch.optim.AdamW, lr=1e-5), torch.float32)[:2] == (0, 0)
+
+
+def test_what_an_optimizer_of_somebody_elses_keeps_is_not_judged():
+    class WithMasters(torch.optim.SGD):
+        """One that keeps parameters in fp32 besides."""
+
+    assert lost_in_a_step(partial(WithMasters, lr=1e-6), torch.bfloat16)[:2] == (0, 0)

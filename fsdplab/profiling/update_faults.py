@@ -7,9 +7,14 @@ What a step changes is counted in each step (recording/rank.py), or read in the 
 
 from __future__ import annotations
 
+import math
+
+from fsdplab.common.sizes import percent
 from fsdplab.profiling.loop_faults import REGULAR
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
+
+LOST = 0.5  # part of the elements with a gradient that a step leaves as they were, from which on updates are lost
 
 
 def _noted_steps(facts: StepFacts) -> int:
@@ -35,15 +40,78 @@ def _no_learning_rate(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
     return Fact(kind, 0.0, "step", values=values)
 
 
+def _lost_updates(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report parameters in a short type of which a step leaves most elements as they were that have gradients."""
+    updated = facts.observed.get("updated_elements") or 0
+    lost = facts.observed.get("lost_elements") or 0
+    # half of the parameters at least: a few in a short type are no model
+    is_most = 2 * updated > (facts.observed.get("trained_elements_here") or 0)
+    if not updated or lost < LOST * updated or not is_most:
+        return None
+    values = {
+        "part": percent(lost / updated),
+        "type": facts.observed.get("short_type"),
+        "optimizer": facts.observed.get("optimizer"),
+    }
+    return Fact(kind, 0.0, "step", values=values)
+
+
+def _not_finite(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report losses that are no numbers, or infinite, in most of the steps on any rank."""
+    steps = set[int]()
+    for row in facts.record.table("steps"):
+        if row["loss"] is not None and not math.isfinite(row["loss"]):
+            steps.add(row["step"])
+    noted = _noted_steps(facts)
+    if len(steps) <= REGULAR * noted:
+        return None
+    return Fact(kind, 0.0, "step", values={"count": len(steps), "steps": noted, "first": min(steps)})
+
+
+def _in_fp32(facts: StepFacts) -> str:
+    """What a job writes that keeps its parameters in fp32 and computes in bf16."""
+    trainer, engine = facts.spec.get("trainer"), facts.spec.get("engine")
+    if trainer == "Trainer":
+        how = "from_pretrained(..., dtype=torch.float32) and TrainingArguments(bf16=True)"
+    elif trainer == "Lightning":
+        how = 'a model in fp32 and Trainer(precision="bf16-mixed")'
+    elif engine == "torch-fsdp2":
+        how = "model.float() before fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    elif engine == "torch-fsdp1":
+        how = (
+            "model.float() before FullyShardedDataParallel(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
+        )
+    else:
+        how = "model.float(), and the forward inside of torch.autocast(device, dtype=torch.bfloat16)"
+    return f"Keep parameters in fp32 and compute in bf16: {how}. Or take an optimizer that rounds stochastically."
+
+
 UPDATE_FAULTS = (
     fault_rule(
         "no_learning_rate",
         _no_learning_rate,
         "The learning rate is 0 in {count} of {steps} steps, first in step {first}: these change no parameter",
         "Each group of the optimizer ({optimizer}) has lr=0 when it steps.",
-        "Look at the scheduler. The factor of a warm-up must rise: step // warmup is 0 until it has ended, step / warmup"
-        " is not. Of a decay call scheduler.step() once after each optimizer.step(), not in each micro-batch, and give"
-        " it as many steps as the job takes. scheduler.get_last_lr() says what it has set.",
+        "Look at the scheduler. The factor of a warm-up must rise: step // warmup is 0 until it has ended, step /"
+        " warmup is not. Of a decay call scheduler.step() once after each optimizer.step(), not in each micro-batch,"
+        " and give it as many steps as the job takes. scheduler.get_last_lr() says what it has set.",
         unless=["updates_nothing"],
+    ),
+    fault_rule(
+        "not_finite",
+        _not_finite,
+        "The loss is NaN or infinite in {count} of {steps} steps, first in step {first}",
+        "Its gradients are no numbers either, and what the optimizer makes of them stays in the parameters.",
+        "torch.autograd.set_detect_anomaly(True) for the first of these steps names the operator whose backward makes"
+        " it: a log of 0, a division by 0, a softmax of a row that is masked as a whole, too high a learning rate.",
+    ),
+    fault_rule(
+        "lost_updates",
+        _lost_updates,
+        "Updates are lost to rounding in {type}: a step leaves {part} of the elements that have gradients as they were",
+        "Parameters and the state of {optimizer} are in {type}, which has so few digits that an update of less than"
+        " about a 500th of a value is rounded away, in each step again. This was counted in one step.",
+        _in_fp32,
+        unless=["updates_nothing", "no_learning_rate", "not_finite"],
     ),
 )

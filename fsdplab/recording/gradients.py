@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fsdplab.recording.subject import fsdp2_units, parameters_of
+from fsdplab.recording.subject import all_holding_state, fsdp2_units, parameters_of
+
+
+class _Lost(NamedTuple):
+    """Elements of parameters in a short type that have a gradient, those of them that a step did not change, elements
+    of all parameters that are stepped, of this rank; and the short type.
+    """
+
+    updated_elements: int = 0
+    lost_elements: int = 0
+    trained_elements_here: int = 0
+    short_type: str = ""
 
 
 class Gradients:
@@ -28,6 +39,7 @@ class Gradients:
         self._updates_seen = 0
         self._had_gradients = False  # at any update, or after the step
         self._idle_bytes = 0  # of gradients that no optimizer steps
+        self._lost = _Lost()
         # of each parameter a few values before the step, by its id
         self._before = {id(parameter): _some_values(parameter) for parameter in model.parameters()}
 
@@ -58,6 +70,7 @@ class Gradients:
         # a closure calls backward inside of the optimizer's step
         self._had_gradients = self._had_gradients or bool(gradients)
         self._idle_bytes = local_bytes(_gradients(self._not_stepped()))
+        self._lost = self._lost_in_the_step()
 
     def as_report(self) -> dict[str, Any]:
         """Return everything, for the rank's report."""
@@ -71,7 +84,35 @@ class Gradients:
             "idle_gradient_bytes": self._idle_bytes,
             "outside_parameters": len(outside),
             "outside_bytes": local_bytes(outside),
+            **self._lost._asdict(),
         }
+
+    def _lost_in_the_step(self) -> _Lost:
+        """Estimate, by a few elements of each parameter in a short type, how many have a gradient and are after the
+        step what they were before it.
+
+        Only optimizers of torch are looked at: another one may keep elsewhere what it could not add.
+        """
+        updated, lost, trained, kind = 0.0, 0.0, 0, ""
+        for optimizer in all_holding_state(self._optimizers):
+            for parameter in parameters_of([optimizer]):
+                trained += local(parameter.detach()).numel()
+                before = self._before.get(id(parameter))
+                is_short = parameter.dtype in (torch.bfloat16, torch.float16)
+                is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+                if before is None or not before.numel() or parameter.grad is None or not (is_short and is_of_torch):
+                    continue
+                after, gradient = _some_values(parameter), _some_values(parameter.grad)
+                # an engine may hold another part of a parameter by now
+                if not before.shape == after.shape == gradient.shape:
+                    continue
+                has_gradient, is_as_before = gradient != 0, after == before
+                # of 64 elements that are looked at, each stands for a 64th of the parameter
+                stands_for = local(parameter.detach()).numel() / before.numel()
+                updated += stands_for * int(has_gradient.sum())
+                lost += stands_for * int((has_gradient & is_as_before).sum())
+                kind = str(parameter.dtype).removeprefix("torch.")
+        return _Lost(round(updated), round(lost), trained, kind)
 
     def _not_stepped(self) -> list[torch.Tensor]:
         """Return the model's parameters that no living optimizer has, and that nothing else has changed in the step."""
