@@ -190,6 +190,12 @@ FAULTS = (
     Fault("bf16-large-rate", "no fault: parameters in bf16, at a rate at which updates arrive", accuses=False,
           remedy=_both()),
     Fault("nan", "a softmax of rows that are masked as a whole", ("NaN",), _both("set_detect_anomaly")),
+    Fault("no-grad-part", "half of the blocks run inside of no_grad", ("no gradient but zeros",),
+          {"fsdp2": ("torch.no_grad()",), "fsdp1": ("torch.no_grad()",)}),
+    Fault("frozen-part", "no fault: half of the blocks run inside of no_grad, and are frozen", accuses=False,
+          remedy={"fsdp2": (), "ddp": ()}),
+    Fault("dead-experts", "a mask lets no token reach two of the blocks", ("no gradient but zeros",),
+          _both("a mask or router")),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

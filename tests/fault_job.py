@@ -68,6 +68,9 @@ class Network(nn.Module):
         if fault in ADAPTERS:
             for name, parameter in self.blocks.named_parameters():
                 parameter.requires_grad_("adapter" in name)
+        self.fault = fault
+        if fault == "frozen-part":
+            self.blocks[: DEPTH // 2].requires_grad_(False)
         if fault == "broadcast-buffers":
             self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
 
@@ -75,8 +78,13 @@ class Network(nn.Module):
         """Shape (batch, tokens, width) to (batch, 10)."""
         if hasattr(self, "positions"):
             x = x + self.positions
-        for block in self.blocks:
-            x = block(x)
+        first, others = self.blocks[: DEPTH // 2], self.blocks[DEPTH // 2 :]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.fault not in ("no-grad-part", "frozen-part")):
+            for block in first:
+                x = block(x)
+        for block in others:
+            through = block(x)
+            x = 0.0 * through + x if self.fault == "dead-experts" else through
         return self.head(self.dropout(x.mean(1)))
 
 

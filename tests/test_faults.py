@@ -39,6 +39,10 @@ GROUPS = {"groups": 26, "kinds_of_groups": 2}
 SAME_BATCHES = {"ranks_with_batches": 2, "steps_with_batches": 8, "steps_with_equal_batches": 8, "equal_batches": 8}
 COPIES = {"compared_parameters": 26, "different_parameters": 18}
 LOST = {"updated_elements": 900, "lost_elements": 700, "trained_elements_here": 1000, "short_type": "bfloat16"}
+UNTRAINED = {
+    "untrained_parameters": 12, "untrained_bytes": 5_000_000, "stepped_bytes": 20_000_000, "ranks_with_batches": 2,
+    "untrained_modules": ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"],
+}  # fmt: skip
 THREAD = {"interpreter_wait_s": 0.005, "thread": "metrics", "thread_s": 0.05, "thread_rank": 1}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
@@ -189,6 +193,8 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("lost_updates", "bfloat16", "MixedPrecision(", {"observed": LOST, "spec": FSDP1}),
         ("lost_updates", "bfloat16", "TrainingArguments", {"observed": LOST, "spec": FSDP2 | {"trainer": "Trainer"}}),
         ("lost_updates", "bfloat16", "bf16-mixed", {"observed": LOST, "spec": FSDP2 | {"trainer": "Lightning"}}),
+        ("untrained", "12 parameters (5.00 MB, 25 % of what", "torch.no_grad()", {"observed": UNTRAINED}),
+        ("untrained", "blocks.1.up and 1 other", "requires_grad_(False)", {"observed": UNTRAINED}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -280,6 +286,8 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (DDP, {"calls": REPLICATED, "observed": COPIES, "own_all_gather": (2, MS, 80_000)}),
         (FSDP2, {"observed": LOST | {"lost_elements": 300}}),
         (FSDP2, {"observed": LOST | {"trained_elements_here": 10_000}}),  # a tenth of the model is in bf16
+        (FSDP2, {"observed": UNTRAINED | {"untrained_bytes": 500_000}}),  # a pooler that the loss does not use
+        (FSDP2, {"observed": UNTRAINED | {"ranks_with_batches": 1}}),  # the other rank's part may be trained
         (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
         (
             FSDP2,

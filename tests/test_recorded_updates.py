@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdplab.recording.gradients import Gradients
 from fsdplab.recording.replicas import compared, values_of
 from fsdplab.recording.subject import has_no_learning_rate
+from fsdplab.recording.untrained import untrained, untrained_everywhere
 
 pytestmark = pytest.mark.quick
 
@@ -131,3 +132,62 @@ def test_what_an_optimizer_of_somebody_elses_keeps_is_not_judged():
         """One that keeps parameters in fp32 besides."""
 
     assert lost_in_a_step(partial(WithMasters, lr=1e-6), torch.bfloat16)[:2] == (0, 0)
+
+
+# ---- parameters without a gradient
+
+
+class Parts(nn.Module):
+    """One part that is used, one that the loss does not use, one whose output is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.masked = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + 0.0 * self.masked(x)
+
+
+def after_steps(optimizer_of: Any, steps: int = 3) -> tuple[Parts, torch.optim.Optimizer]:
+    network = Parts()
+    optimizer = optimizer_of(network.parameters())
+    for _ in range(steps):
+        network(torch.randn(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return network, optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.RMSprop, momentum=0.5)],
+)
+def test_parameters_without_a_gradient_are_read_from_the_optimizers_state(optimizer_of):
+    network, optimizer = after_steps(optimizer_of)
+    found = untrained(network, [optimizer])
+    of_one = {"weight": 256, "bias": 32}
+    assert found["bytes"] == 3 * 288
+    assert found["without"] == {f"{part}.{name}": of_one[name] for part in ("unused", "masked") for name in of_one}
+    network.unused.requires_grad_(False)
+    network.masked.requires_grad_(False)
+    assert untrained(network, [optimizer]) == {"bytes": 288, "without": {}}
+
+
+@pytest.mark.parametrize(
+    "optimizer_of,steps", [(partial(torch.optim.SGD, lr=0.1), 3), (torch.optim.AdamW, 0), (torch.optim.Adafactor, 3)]
+)
+def test_an_optimizer_that_keeps_no_averages_of_gradients_tells_nothing(optimizer_of, steps):
+    network, optimizer = after_steps(optimizer_of, steps)
+    assert "masked.weight" not in untrained(network, [optimizer]).get("without", {})
+    assert untrained(network, []) == {}
+
+
+def test_a_parameter_that_any_rank_has_seen_a_gradient_of_is_trained():
+    one = {"bytes": 900, "without": {"a.weight": 400, "a.bias": 10, "b.weight": 400}}
+    other = {"bytes": 900, "without": {"a.weight": 400, "a.bias": 0}}  # of a small one a rank has no part
+    found = untrained_everywhere([one, other])
+    assert found == {
+        "untrained_parameters": 2, "untrained_bytes": 410, "untrained_modules": ["a"], "stepped_bytes": 900,
+    }  # fmt: skip
+    assert untrained_everywhere([one, {}]) == untrained_everywhere([]) == {}
+    assert untrained_everywhere([one, {"bytes": 900, "without": {}}])["untrained_bytes"] == 0

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 
-from fsdplab.common.sizes import percent
+from fsdplab.common.sizes import percent, size
+from fsdplab.common.words import plural
 from fsdplab.profiling.loop_faults import REGULAR
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
 
 LOST = 0.5  # part of the elements with a gradient that a step leaves as they were, from which on updates are lost
+
+UNTRAINED_PART = 0.05  # of the bytes that are stepped; a pooler that a model has and a loss does not use is less
+MOST_NAMED = 3
 
 
 def _noted_steps(facts: StepFacts) -> int:
@@ -68,6 +72,30 @@ def _not_finite(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, 0.0, "step", values={"count": len(steps), "steps": noted, "first": min(steps)})
 
 
+def _untrained(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report parameters of which no rank has seen a gradient but zeros in any step so far."""
+    untrained = facts.observed.get("untrained_bytes") or 0
+    stepped = facts.observed.get("stepped_bytes") or 0
+    if not untrained or untrained < UNTRAINED_PART * stepped:
+        return None
+    # a rank that was not measured may have seen one in its part of a sharded parameter
+    are_whole = facts.spec.get("engine") == "torch-ddp"
+    if not are_whole and facts.observed.get("ranks_with_batches") != facts.spec.get("world_size"):
+        return None
+    modules = facts.observed.get("untrained_modules") or []
+    listed = ", ".join(modules[:MOST_NAMED])
+    if len(modules) > MOST_NAMED:
+        listed += f" and {plural(len(modules) - MOST_NAMED, 'other')}"
+    values = {
+        "count": plural(facts.observed.get("untrained_parameters") or 0, "parameter"),
+        "size": size(untrained),
+        "part": percent(untrained / stepped),
+        "modules": listed,
+        "steps": max(facts.steps, default=0) + 1,
+    }
+    return Fact(kind, 0.0, "step", values=values)
+
+
 def _in_fp32(facts: StepFacts) -> str:
     """What a job writes that keeps its parameters in fp32 and computes in bf16."""
     trainer, engine = facts.spec.get("trainer"), facts.spec.get("engine")
@@ -113,5 +141,16 @@ UPDATE_FAULTS = (
         " about a 500th of a value is rounded away, in each step again. This was counted in one step.",
         _in_fp32,
         unless=["updates_nothing", "no_learning_rate", "not_finite"],
+    ),
+    fault_rule(
+        "untrained",
+        _untrained,
+        "{count} ({size}, {part} of what is trained) have had no gradient but zeros in {steps} steps: {modules}",
+        "The optimizer has made no state of theirs, or all of it is zeros. They cost memory, and reductions and updates"
+        " that change nothing.",
+        "Look in the forward for torch.no_grad(), detach(), an output that the loss does not use, or a mask or router"
+        " that leaves them out. What is not to be trained: parameter.requires_grad_(False) before the model is sharded"
+        " or wrapped.",
+        unless=["updates_nothing", "not_finite"],
     ),
 )

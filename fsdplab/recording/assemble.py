@@ -21,6 +21,7 @@ from fsdplab.common.words import plural
 from fsdplab.profiling.traces.skew import sent_per_step
 from fsdplab.recording.replicas import compared
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
+from fsdplab.recording.untrained import untrained_everywhere
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
 from fsdplab.records.summary import Comm
@@ -194,6 +195,7 @@ def _observed(results: Mapping[int, Row]) -> Row:
         **_batches(results),
         **_interpreter(results),
         **compared(result["copies"] for result in results.values()),
+        **untrained_everywhere([result["untrained"] for result in results.values()]),
     }
 
 

@@ -28,6 +28,7 @@ from fsdplab.recording.replicas import values_of
 from fsdplab.recording.rows import Place, StepRows, Taken
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
+from fsdplab.recording.untrained import untrained
 from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.sessions.worker import profiler
 from fsdplab.sessions.worker.core_share import CoreTime, core_time, waited_s
@@ -245,9 +246,10 @@ class Window:
             # the count began with the profiler, so its warm-up steps are in it
             steps = self._settings.end - self._settings.first + self._warmup
             sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
-        observed, copies = {}, {}
+        observed, copies, without_gradient = {}, {}, {}
         if self._subject is not None:
             copies = values_of(self._subject.model)
+            without_gradient = untrained(self._subject.model, self._optimizers)
         if self._observed is not None:
             observed = self._observed.as_report(self.autocast)
         content = {
@@ -260,6 +262,7 @@ class Window:
             "batches": self._end_batches(),
             "interpreter": self._interpreter.as_report(),
             "copies": copies,
+            "untrained": without_gradient,
         }
         self._observed = None
         self._write("result", content)
