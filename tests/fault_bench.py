@@ -196,6 +196,11 @@ FAULTS = (
           remedy={"fsdp2": (), "ddp": ()}),
     Fault("dead-experts", "a mask lets no token reach two of the blocks", ("no gradient but zeros",),
           _both("a mask or router")),
+    Fault("clips-scaled", "gradients are clipped before they are unscaled", ("before GradScaler unscales",),
+          {"ddp": ("scaler.unscale_",)}),
+    Fault("unscales", "no fault: gradients are unscaled and clipped", accuses=False, remedy={"ddp": ()}),
+    Fault("skips", "a GradScaler skips each step: the root of a distance of 0", ("GradScaler has skipped",),
+          {"ddp": ("set_detect_anomaly",)}),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

@@ -231,6 +231,7 @@ class Loop:
             network.load_state_dict(Network(fault).state_dict())
         if fault != "optimizer-first":
             self.optimizer = optimizer_of(self.model, fault)
+        self.scaler = torch.amp.GradScaler("cpu") if fault in ("clips-scaled", "unscales", "skips") else None
         self.scheduler = scheduler_of(self.optimizer, fault)
         self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
         self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
@@ -274,7 +275,10 @@ class Loop:
             self.optimizer = optimizer_of(self.model, self.fault)
         if self.fault == "zero-first":
             self.optimizer.zero_grad()
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaled_step(self.scaler)
         if self.fault == "second-step":
             self.optimizer.step()
         if self.scheduler is not None:
@@ -282,6 +286,14 @@ class Loop:
                 self.scheduler.step()
         if self.fault != "no-zero":
             self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
+
+    def scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """The optimizer's step of gradients that are scaled, and clipped."""
+        if self.fault == "unscales":
+            scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0 if self.fault != "skips" else torch.inf)
+        scaler.step(self.optimizer)
+        scaler.update()
 
     def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
         """Forward and backward of one micro-batch."""
@@ -305,6 +317,8 @@ class Loop:
                 self.running += loss.item()
             if self.fault == "keeps-graph":
                 self.running = self.running + loss
+            if self.scaler is not None:
+                loss = self.scaler.scale(loss)
             loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses", "retains"))
             if self.fault == "two-losses":
                 (0.1 * loss).backward()
@@ -326,6 +340,8 @@ class Loop:
             every = torch.cat(gathered)
             return nn.functional.cross_entropy(every @ every.T, torch.arange(len(every)))
         loss = nn.functional.cross_entropy(features, y)
+        if self.fault == "skips":  # a distance to what is the same at first
+            loss = loss + 1e-3 * (features - features.detach()).pow(2).sum(-1).sqrt().mean()
         if self.fault == "norms-in-loss":
             loss = loss + 1e-4 * sum(parameter.norm() ** 2 for parameter in self.model.parameters())
         return loss

@@ -43,6 +43,8 @@ UNTRAINED = {
     "untrained_parameters": 12, "untrained_bytes": 5_000_000, "stepped_bytes": 20_000_000, "ranks_with_batches": 2,
     "untrained_modules": ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"],
 }  # fmt: skip
+SCALED = {"scale": 65536.0, "last_scale": 128.0, "skipped": 9, "scaled_steps": 9}
+CLIPPED = {"clipped scaled": (1, 0, 0), "clipping": (1, MS, 0)}
 THREAD = {"interpreter_wait_s": 0.005, "thread": "metrics", "thread_s": 0.05, "thread_rank": 1}
 BOUND = {"cores": 1, "cores_of_the_machine": 8}
 Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
@@ -195,6 +197,8 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("lost_updates", "bfloat16", "bf16-mixed", {"observed": LOST, "spec": FSDP2 | {"trainer": "Lightning"}}),
         ("untrained", "12 parameters (5.00 MB, 25 % of what", "torch.no_grad()", {"observed": UNTRAINED}),
         ("untrained", "blocks.1.up and 1 other", "requires_grad_(False)", {"observed": UNTRAINED}),
+        ("skipped_steps", "9 of 9 steps", "set_detect_anomaly", {"observed": SCALED}),
+        ("clipped_scaled", "128 times as large", "unscale_", {"observed": SCALED | {"skipped": 0}, **CLIPPED}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -288,6 +292,8 @@ def test_a_near_miss_is_no_fault(given, tmp_path):
         (FSDP2, {"observed": LOST | {"trained_elements_here": 10_000}}),  # a tenth of the model is in bf16
         (FSDP2, {"observed": UNTRAINED | {"untrained_bytes": 500_000}}),  # a pooler that the loss does not use
         (FSDP2, {"observed": UNTRAINED | {"ranks_with_batches": 1}}),  # the other rank's part may be trained
+        (FSDP2, {"observed": SCALED | {"skipped": 3}}),  # it looks for its scale
+        (FSDP2, {"observed": SCALED | {"skipped": 0, "last_scale": 1.0}, **CLIPPED}),
         (FSDP2, {"observed": NOTHING}),  # and no backward is called: it searches without gradients
         (
             FSDP2,

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdplab.recording.gradients import Gradients
 from fsdplab.recording.replicas import compared, values_of
+from fsdplab.recording.scales import Scales, are_scaled
 from fsdplab.recording.subject import has_no_learning_rate
 from fsdplab.recording.untrained import untrained, untrained_everywhere
 
@@ -170,7 +171,9 @@ def test_parameters_without_a_gradient_are_read_from_the_optimizers_state(optimi
     assert found["without"] == {f"{part}.{name}": of_one[name] for part in ("unused", "masked") for name in of_one}
     network.unused.requires_grad_(False)
     network.masked.requires_grad_(False)
-    assert untrained(network, [optimizer]) == {"bytes": 288, "without": {}}
+    assert untrained(network, [optimizer]) == {
+        "bytes": 288, "without": {}, "with": ["used.weight", "used.bias"], "of_parts": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -183,11 +186,57 @@ def test_an_optimizer_that_keeps_no_averages_of_gradients_tells_nothing(optimize
 
 
 def test_a_parameter_that_any_rank_has_seen_a_gradient_of_is_trained():
-    one = {"bytes": 900, "without": {"a.weight": 400, "a.bias": 10, "b.weight": 400}}
-    other = {"bytes": 900, "without": {"a.weight": 400, "a.bias": 0}}  # of a small one a rank has no part
-    found = untrained_everywhere([one, other])
+    whole = {"bytes": 900, "of_parts": False}
+    one = whole | {"with": ["c.up.weight"], "without": {"a.up.weight": 400, "a.norm.bias": 10, "c.bias": 400}}
+    other = whole | {"with": ["c.bias"], "without": {"a.up.weight": 400, "a.norm.bias": 0, "c.up.weight": 8}}
+    found = untrained_everywhere([one, other])  # of a small parameter the other rank has no part
     assert found == {
         "untrained_parameters": 2, "untrained_bytes": 410, "untrained_modules": ["a"], "stepped_bytes": 900,
     }  # fmt: skip
+    of_parts = untrained_everywhere([one | {"of_parts": True}, other | {"of_parts": True}])
+    assert (of_parts["untrained_bytes"], of_parts["stepped_bytes"]) == (810, 1800), "as FSDP1 shards them"
+    beside = one | {"with": ["a.up.bias"]}
+    assert untrained_everywhere([beside])["untrained_modules"] == ["a.up.weight", "a.norm", "c"]
     assert untrained_everywhere([one, {}]) == untrained_everywhere([]) == {}
-    assert untrained_everywhere([one, {"bytes": 900, "without": {}}])["untrained_bytes"] == 0
+    assert untrained_everywhere([one, other | {"without": {}}])["untrained_bytes"] == 0
+
+
+# ---- gradient scalers
+
+
+def test_gradients_that_are_clipped_before_they_are_unscaled_are_seen():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(parameter.sum()).backward()
+        assert are_scaled(scaler, 1.0)
+        assert not are_scaled(scaler, 1.0 * scaler.get_scale()), "a norm of scaled gradients"
+        assert not are_scaled(scaler, torch.inf), "their norm for a log"
+        scaler.unscale_(optimizer)
+        assert not are_scaled(scaler, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert not are_scaled(object(), 1.0), "a scaler of another library"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_that_a_scaler_skips_are_counted_by_its_scale(fused):
+    def skipped(gradient: float, backoff: float) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], fused=fused)
+        scaler, scales = torch.amp.GradScaler("cpu", backoff_factor=backoff), Scales()
+        scales.scaler = scaler
+        for step in range(6):
+            scaler.scale(parameter.sum()).backward()
+            parameter.grad.fill_(gradient)
+            scaler.step(optimizer)
+            if step in (1, 5):
+                scales.read(step)
+            scaler.update()
+        return scales.as_report()
+
+    assert skipped(torch.inf, 0.5) == {"scale": 32768.0, "last_scale": 2048.0, "skipped": 4, "scaled_steps": 4}
+    assert skipped(torch.nan, 0.25)["skipped"] == 4
+    assert skipped(1.0, 0.5) == {"scale": 65536.0, "last_scale": 65536.0, "skipped": 0, "scaled_steps": 4}
+    assert Scales().as_report() == {}

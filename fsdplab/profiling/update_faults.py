@@ -11,7 +11,7 @@ import math
 
 from fsdplab.common.sizes import percent, size
 from fsdplab.common.words import plural
-from fsdplab.profiling.loop_faults import REGULAR
+from fsdplab.profiling.loop_faults import REGULAR, in_most_steps
 from fsdplab.profiling.rules import Fact, fault_rule
 from fsdplab.profiling.step_facts import StepFacts, Unclaimed
 
@@ -96,6 +96,24 @@ def _untrained(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, 0.0, "step", values=values)
 
 
+def _skipped_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report a GradScaler that has skipped most of the steps between the two in which its scale was read."""
+    skipped, steps = facts.observed.get("skipped") or 0, facts.observed.get("scaled_steps") or 0
+    if not steps or skipped <= REGULAR * steps:
+        return None
+    first, last = facts.observed["scale"], facts.observed["last_scale"]
+    values = {"skipped": min(skipped, steps), "steps": steps, "first": f"{first:g}", "last": f"{last:g}"}
+    return Fact(kind, 0.0, "step", values=values)
+
+
+def _clipped_scaled(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report gradients that are clipped before they are unscaled, by a scaler that scales at all."""
+    scale = facts.observed.get("last_scale") or 0.0
+    if in_most_steps(facts, "clipped scaled") is None or scale <= 1:
+        return None
+    return Fact(kind, 0.0, "step", values={"scale": f"{scale:g}"})
+
+
 def _in_fp32(facts: StepFacts) -> str:
     """What a job writes that keeps its parameters in fp32 and computes in bf16."""
     trainer, engine = facts.spec.get("trainer"), facts.spec.get("engine")
@@ -132,6 +150,26 @@ UPDATE_FAULTS = (
         "Its gradients are no numbers either, and what the optimizer makes of them stays in the parameters.",
         "torch.autograd.set_detect_anomaly(True) for the first of these steps names the operator whose backward makes"
         " it: a log of 0, a division by 0, a softmax of a row that is masked as a whole, too high a learning rate.",
+    ),
+    fault_rule(
+        "skipped_steps",
+        _skipped_steps,
+        "GradScaler has skipped {skipped} of {steps} steps: their gradients are infinite or NaN at any scale, from"
+        " {first} to {last}",
+        "It skips the optimizer's step then, and makes its scale smaller for the next one: the model is not trained in"
+        " these steps, and its loss is a number all the same.",
+        "torch.autograd.set_detect_anomaly(True) for one step names the operator whose backward makes them: the square"
+        " root of 0, or in fp16 a value beyond 65504, such as a mask of -1e9. bf16 has no such limit and needs no"
+        " scaler: torch.autocast(device, dtype=torch.bfloat16).",
+        unless=["not_finite"],
+    ),
+    fault_rule(
+        "clipped_scaled",
+        _clipped_scaled,
+        "Gradients are clipped before GradScaler unscales them, while they are {scale} times as large",
+        "So they are clipped to a norm that is as much smaller than the one that clip_grad_norm_ is given.",
+        "scaler.unscale_(optimizer) after the last backward of a step, before clip_grad_norm_.",
+        unless=["skipped_steps"],
     ),
     fault_rule(
         "lost_updates",

@@ -15,6 +15,7 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `summoned` | entries of FSDP1's `summon_full_params` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
 | `clipped again` | those of them whose parameters were clipped in this step already |
+| `clipped scaled` | calls of `clip_grad_norm_` before a GradScaler has unscaled the gradients (scales.py) |
 | `deep copy` | modules that `copy.deepcopy` copies |
 | `cache emptied` | calls of `torch.cuda.empty_cache` |
 | `to numpy` | tensors whose numbers are read by `numpy()` and `tolist()` |
@@ -47,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdplab.recording.rows import is_main_thread
+from fsdplab.recording.scales import are_scaled
 
 if TYPE_CHECKING:
     from fsdplab.recording.rank import RankRecorder
@@ -216,6 +218,9 @@ def _watch_clipping_again(module: Any, recorder: RankRecorder) -> None:
     def noting(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.done or torch.compiler.is_compiling():
             return taken_of(parameters, *args, **kwargs)
+        max_norm = args[0] if args else kwargs.get("max_norm")
+        if recorder.taken.scaler is not None and are_scaled(recorder.taken.scaler, max_norm):
+            recorder.taken.note("clipped scaled", 0)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # the same parameters in the same order are the same call
         began, key = time.perf_counter_ns(), tuple(map(id, listed))

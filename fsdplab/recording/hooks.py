@@ -132,6 +132,7 @@ def _hook_scalers(recorder: RankRecorder) -> None:
         if not recorder.done:
             # backward gets the scaled loss; the record has the one before
             recorder.taken.scaled = (scaled, outputs)
+            recorder.taken.scaler = self if self.is_enabled() else None
         return scaled
 
     GradScaler.scale = noting

@@ -199,6 +199,7 @@ class RankRecorder:
         self._rows.add(self._step, seconds - evaluation_ns / 1e9 if seconds and is_timed else None, self.taken)
         if self._window is not None:
             self._window.autocast = self.autocast
+            self._window.scales.scaler = self.taken.scaler
             self._window.between(self._step, (seconds or 0.0) + self.taken.loading_s, evaluated)
         self._step += 1
         if self._step > self.settings.last_timed:

@@ -42,7 +42,8 @@ class Place:
 class Taken:
     """What hooks have noted of a step: its losses, seconds in data loaders, tokens, and a module that was evaluated.
 
-    `scaled`: what a GradScaler returned last, and what it had been given. `first_losses`: those of the first step, as
+    `scaled`: what a GradScaler returned last, and what it had been given; `scaler`: the last one that scaled anything.
+    `first_losses`: those of the first step, as
     long as it may still go on. `activities`: what else the loop did (activities.py), by name: how often, nanoseconds,
     bytes; `noted_ns` of all of them together; `is_busy` inside of one that holds others, `evaluates_since` while the
     model is set to evaluate. `cpu_s`: CPU time of all threads. `clipped`: the lists of parameters, by their ids, whose
@@ -55,6 +56,7 @@ class Taken:
     tokens: int | None = None
     evaluated: torch.nn.Module | None = None
     scaled: tuple[Any, Any] | None = None
+    scaler: Any = None
     activities: dict[str, list[int]] = field(default_factory=dict)
     noted_ns: int = 0
     cpu_s: float | None = None

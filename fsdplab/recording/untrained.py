@@ -6,7 +6,7 @@ are. So the state tells of all steps, also of those before a checkpoint from whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # parts of names th
 
 
 def untrained(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the bytes of all parameters that are stepped, and by name those of the parameters of which this rank has
-    seen no gradient but zeros; {} where the optimizers keep no averages of gradients.
+    """Return the bytes of all parameters that are stepped, by name those of the parameters of which this rank has seen
+    no gradient but zeros, the names of the others, and whether bytes are of this rank's parts alone; {} where the
+    optimizers keep no averages of gradients.
     """
     name_of = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
-    all_bytes, without = 0, dict[str, int]()
+    all_bytes, without, others = 0, dict[str, int](), list[str]()
     for optimizer in all_holding_state(optimizers):
         state = getattr(optimizer, "state", None)
         trained = []
@@ -33,11 +34,16 @@ def untrained(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
         if not isinstance(state, Mapping) or not any(_averages(state, each) for each in trained):
             continue
         for parameter in trained:
-            nbytes = parameter.numel() * parameter.element_size()  # of a sharded one as a whole
+            # of a DTensor as a whole, of FSDP1's parameters this rank's part
+            nbytes = parameter.numel() * parameter.element_size()
             all_bytes += nbytes
-            if not _has_had_a_gradient(state, parameter):
+            if _has_had_a_gradient(state, parameter):
+                others.append(name_of[id(parameter)])
+            else:
                 without[name_of[id(parameter)]] = nbytes
-    return {"bytes": all_bytes, "without": without} if all_bytes else {}
+    has_parts = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    found = {"bytes": all_bytes, "without": without, "with": others, "of_parts": has_parts}
+    return found if all_bytes else {}
 
 
 def _averages(state: Mapping[Any, Any], parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -69,12 +75,25 @@ def untrained_everywhere(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any
     if not of_ranks or not all(of_ranks):
         return {}
     names = set.intersection(*(set(found["without"]) for found in of_ranks))
-    sizes = {name: max(found["without"][name] for found in of_ranks) for name in names}
-    # in the order of the model, by the module that holds them
-    modules = dict.fromkeys(name.rpartition(".")[0] or name for name in of_ranks[0]["without"] if name in names)
+    together = sum if of_ranks[0]["of_parts"] else max
+    trained = set[str]()
+    for found in of_ranks:
+        trained.update(found["with"], found["without"].keys() - names)
+    # in the order of the model
+    modules = dict.fromkeys(_outermost(name, trained) for name in of_ranks[0]["without"] if name in names)
     return {
         "untrained_parameters": len(names),
-        "untrained_bytes": sum(sizes.values()),
+        "untrained_bytes": sum(together([found["without"][name] for found in of_ranks]) for name in names),
         "untrained_modules": list(modules),
-        "stepped_bytes": max(found["bytes"] for found in of_ranks),
+        "stepped_bytes": together([found["bytes"] for found in of_ranks]),
     }
+
+
+def _outermost(name: str, trained: Iterable[str]) -> str:
+    """Return the outermost module around a parameter of which no parameter is trained, else the parameter itself."""
+    parts = name.split(".")
+    for number in range(1, len(parts)):
+        module = ".".join(parts[:number])
+        if not any(each.startswith(f"{module}.") for each in trained):
+            return module
+    return name

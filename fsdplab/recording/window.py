@@ -26,6 +26,7 @@ from fsdplab.recording.interpreter import Interpreter
 from fsdplab.recording.observed import Observed, is_compiled
 from fsdplab.recording.replicas import values_of
 from fsdplab.recording.rows import Place, StepRows, Taken
+from fsdplab.recording.scales import Scales
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
 from fsdplab.recording.untrained import untrained
@@ -89,6 +90,7 @@ class Window:
         self._observed: Observed | None = None
         self._batches: Batches | None = None
         self.autocast = ""  # the type in which autocast computes, "" where it does not
+        self.scales = Scales()
         self._core_waits: list[float | None] = []  # of the profiled steps
         self._reading: CoreTime | None = None
         self._interpreter = Interpreter()
@@ -105,6 +107,7 @@ class Window:
             self._rows.note(f"step {ended}, which was measured, holds an evaluation")
         if self._memory is not None:
             self._end_memory(self._memory)
+            self.scales.read(ended)
         if self._profiler is not None:
             if ended == self._settings.end - 1:
                 self._hear_all()
@@ -246,12 +249,13 @@ class Window:
             # the count began with the profiler, so its warm-up steps are in it
             steps = self._settings.end - self._settings.first + self._warmup
             sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
+        self.scales.read(self._ended)
         observed, copies, without_gradient = {}, {}, {}
         if self._subject is not None:
             copies = values_of(self._subject.model)
             without_gradient = untrained(self._subject.model, self._optimizers)
         if self._observed is not None:
-            observed = self._observed.as_report(self.autocast)
+            observed = self._observed.as_report(self.autocast) | self.scales.as_report()
         content = {
             "profiled_s": profiled,
             "life": self._units.rows,
