@@ -674,6 +674,10 @@ def test_remedies_are_said_in_the_jobs_own_words():
     assert words_of({"job": "a.py", "engine": "torch-fsdp2"})["gather_ahead"].startswith(
         "Gather a unit ahead: blocks[i]"
     )
+    # parameters in bf16 would lose small updates, which is a fault of its own
+    for engine in ("torch-ddp", "torch-fsdp1", "torch-fsdp2"):
+        in_bf16 = words_of({"job": "a.py", "engine": engine, "trainer": "Lightning"})["low_precision"]
+        assert "bf16-true" not in in_bf16 and ("bf16_compress_hook" in in_bf16 or "param_dtype" in in_bf16)
     told = words_of({"job": "a.py", "engine": "torch-ddp", "trainer": "Trainer"})
     assert told["low_precision"] == "TrainingArguments(bf16=True)" and "ZeroRedundancy" not in told["shard_state"]
     assert json.loads("{" + words_of({"job": "a.py", "engine": "deepspeed-3"})["offload_state"] + "}")

@@ -177,7 +177,6 @@ _BY_TRAINER = {
     },
     "Lightning": {
         "smaller_batch": "take a smaller micro-batch, with Trainer(accumulate_grad_batches=)",
-        "low_precision": 'Trainer(precision="bf16-true")',
         "reduce_once": "Reduce once: Trainer(accumulate_grad_batches=) instead of a loop of your own.",
         "evaluate_less": "Evaluate every so many steps: Trainer(val_check_interval=500, limit_val_batches=50).",
         "save_less": "Save every so many steps: ModelCheckpoint(every_n_train_steps=500).",
@@ -218,10 +217,13 @@ _OF_AN_ENGINE = {
     ("Lightning", "torch-ddp"): {
         **_SHARDED_BY_LIGHTNING,
         "fewer_units": "Larger buckets: Trainer(strategy=DDPStrategy(bucket_cap_mb=100)).",
+        # not precision="bf16-true", under which parameters are in bf16 and lose small updates
+        "low_precision": "Trainer(strategy=DDPStrategy(ddp_comm_hook=bf16_compress_hook)) (half the bytes)",
     },
     ("Lightning", "plain"): _SHARDED_BY_LIGHTNING,
     ("Lightning", "torch-fsdp1"): {
-        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))'
+        "low_precision": "FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)) (half the bytes)",
+        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))',
     },
 }
 
