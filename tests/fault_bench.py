@@ -201,6 +201,11 @@ FAULTS = (
     Fault("unscales", "no fault: gradients are unscaled and clipped", accuses=False, remedy={"ddp": ()}),
     Fault("skips", "a GradScaler skips each step: the root of a distance of 0", ("GradScaler has skipped",),
           {"ddp": ("set_detect_anomaly",)}),
+    Fault("no-set-epoch", "the sampler's epoch is never set, in epochs of 7 steps", ("order of the one before",),
+          _both("set_epoch(epoch)")),
+    Fault("set-epoch", "no fault: the sampler's epoch is set, and a batch is looked at before the loop",
+          accuses=False, remedy=_both()),
+    Fault("new-group", "a group of processes is made in each step", ("new_group",), _both("before the loop")),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

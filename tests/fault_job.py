@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, DEPTH, TOKENS = 128, 4, 64
+EPOCHS = 4  # of the jobs that have any
 MICRO_BATCHES = 4  # of the jobs that accumulate
 ADAPTERS = ("adapters", "adapters-apart")  # of frozen blocks
 HYBRID = ("own-start", "one-start")  # replicas of shards
@@ -244,15 +245,24 @@ class Loop:
         begun_anew = self.fault == "begin-loader"
         samples = Samples(size, self.fault)
         has_same_data = self.fault in ("same-data", "same-data-dropout")
-        part = None if has_same_data else DistributedSampler(samples, shuffle=False)
+        has_epochs = self.fault in ("no-set-epoch", "set-epoch")
+        if has_epochs:
+            samples = Samples(size // EPOCHS, self.fault)
+        part = None if has_same_data else DistributedSampler(samples, shuffle=has_epochs)
         workers = int(self.fault in ("begin-loader", "worker-tokenises"))
         data = DataLoader(samples, batch_size=self.batch, sampler=part, num_workers=workers)
+        if self.fault == "set-epoch":
+            next(iter(data))
         loader = iter(data)
         if self.fault in ("python-thread", "sleepy-thread"):
             threading.Thread(target=self.beside, name="metrics", daemon=True).start()
         torch.manual_seed(self.rank)
         self.model.train(self.fault != "eval-mode")
         for step in range(steps):
+            if has_epochs and step and step % (steps // EPOCHS) == 0:
+                if self.fault == "set-epoch":
+                    part.set_epoch(step)
+                loader = iter(data)
             for micro in range(self.micro_batches):
                 batch = next(iter(data) if begun_anew else loader)
                 reduced = 0 if self.fault == "reduce-first" else self.micro_batches - 1
@@ -393,6 +403,10 @@ class Loop:
         """The loss of other samples, with a graph of which no backward is called."""
         samples = torch.randn(self.batch, TOKENS, WIDTH)
         self.running += float(nn.functional.cross_entropy(self.model(samples), torch.zeros(self.batch).long()))
+
+    def new_group(self) -> None:
+        """A group of all ranks for a metric."""
+        dist.new_group()
 
     def summons(self) -> None:
         """A moving average of whole weights, for which FSDP1 gathers all of them."""

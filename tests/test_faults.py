@@ -199,6 +199,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("untrained", "blocks.1.up and 1 other", "requires_grad_(False)", {"observed": UNTRAINED}),
         ("skipped_steps", "9 of 9 steps", "set_detect_anomaly", {"observed": SCALED}),
         ("clipped_scaled", "128 times as large", "unscale_", {"observed": SCALED | {"skipped": 0}, **CLIPPED}),
+        ("groups_made", "made once in each step", "before the loop", {"group made": (1, 20 * MS, 0)}),
         ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
         ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
         ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
@@ -470,6 +471,17 @@ def test_a_warm_up_that_begins_at_0_and_a_decay_that_ends_there_are_no_fault(has
     assert faults(in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", has)) == []
     ended = in_some(job(tmp_path, **{"learning rate 0": (1, 0, 0)}), "learning rate 0", lambda step: step >= 7)
     assert "0 in 19 of 26 steps, first in step 7" in only(ended).title
+
+
+def test_epochs_of_the_same_order_are_named_unless_one_of_them_has_another(tmp_path):
+    def begins(at: tuple[int, ...], same: tuple[int, ...]) -> RunRecord:
+        record = job(tmp_path, **{"epoch begun": (1, 0, 0), "same order": (1, 0, 0)})
+        return in_some(in_some(record, "epoch begun", at.__contains__), "same order", same.__contains__)
+
+    found = only(begins((7, 14, 21), (7, 14, 21)))
+    assert found.kind == "same_order" and "begun again 3 times" in found.title and "set_epoch" in found.remedy
+    assert faults(begins((7, 14, 21), (7,))) == [], "an epoch that was begun anew"
+    assert faults(begins((7, 14, 21), ())) == faults(begins((), ())) == []
 
 
 def test_losses_that_are_no_numbers_are_named(tmp_path):

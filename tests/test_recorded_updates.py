@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data.distributed import DistributedSampler
 
 from fsdplab.recording.gradients import Gradients
+from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.replicas import compared, values_of
 from fsdplab.recording.scales import Scales, are_scaled
+from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import has_no_learning_rate
 from fsdplab.recording.untrained import untrained, untrained_everywhere
 
@@ -240,3 +243,43 @@ def test_steps_that_a_scaler_skips_are_counted_by_its_scale(fused):
     assert skipped(torch.nan, 0.25)["skipped"] == 4
     assert skipped(1.0, 0.5) == {"scale": 65536.0, "last_scale": 65536.0, "skipped": 0, "scaled_steps": 4}
     assert Scales().as_report() == {}
+
+
+# ---- epochs
+
+
+def noted(recorder: RankRecorder) -> dict[str, int]:
+    return {name: count for name, (count, _, _) in recorder.taken.activities.items()}
+
+
+@pytest.fixture
+def rank(tmp_path):
+    return RankRecorder(Settings(str(tmp_path)))
+
+
+def test_epochs_of_a_sampler_whose_epoch_is_not_set_are_seen(rank):
+    train, validation = (DistributedSampler(range(8), num_replicas=2, rank=0) for _ in range(2))
+    rank.epoch_begins(train, 0)
+    rank.epoch_begins(train, 0)
+    assert noted(rank) == {}, "a batch was looked at before the loop"
+    rank._step = 4
+    rank.epoch_begins(validation, 0)
+    rank.epoch_begins(train, 0)
+    assert noted(rank) == {"epoch begun": 1, "same order": 1}
+    rank._step = 8
+    rank.epoch_begins(train, 1)
+    assert noted(rank) == {"epoch begun": 2, "same order": 1}
+
+
+def test_an_error_in_what_a_hook_tells_ends_the_recording_and_not_the_job(rank, capsys):
+    class Unhashable(DistributedSampler):
+        __hash__ = None
+
+    rank.epoch_begins(Unhashable(range(8), num_replicas=2, rank=0), 0)
+    assert rank.done and "the recording has ended, the job goes on: TypeError" in capsys.readouterr().err
+
+
+def test_a_scaler_of_another_form_ends_no_job(rank, capsys):
+    rank.taken.scaler = SimpleNamespace(_per_optimizer_states={1: "ready"})
+    rank.clips(1.0)
+    assert rank.done and "the job goes on: AttributeError" in capsys.readouterr().err

@@ -119,6 +119,7 @@ _CALLED = {
     "clipped again": "clip_grad_norm_",
     "compiled": "the compiler",
     "wrapped": "DistributedDataParallel",
+    "group made": "new_group",
 }
 
 
@@ -421,6 +422,13 @@ LOOP_FAULTS = (
         "The model is wrapped in DistributedDataParallel {times} in each step, which takes {took}",
         "Each time it compares the ranks' models, broadcasts all parameters, and makes buckets and hooks anew.",
         "Wrap it once, before the loop: model = DistributedDataParallel(model).",
+    ),
+    fault_rule(
+        "groups_made",
+        _done_each_step("group made"),
+        "A group of processes is made {times} in each step (torch.distributed.new_group), which takes {took}",
+        "All ranks meet for it; and each group has connections, threads and buffers of its own, until it is destroyed.",
+        "Make it once, before the loop, and pass it on: group = dist.new_group(...).",
     ),
     fault_rule(
         "garbage_collection",

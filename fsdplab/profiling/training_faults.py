@@ -8,6 +8,7 @@ faults that cost time only.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from operator import itemgetter
 
 from fsdplab.common.rows import grouped
@@ -206,6 +207,20 @@ def _same_data(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, 0.0, "step", values={"equal": equal, "steps": steps, "ranks": _ranks(facts)})
 
 
+def _same_order(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Report epochs in which each rank's samples come in the order of the epoch before, though they are shuffled."""
+    begun, same = Counter[int](), Counter[int]()
+    for row in facts.record.table("activities"):
+        if row["name"] == "epoch begun":
+            begun[row["rank"]] += row["count"]
+        if row["name"] == "same order":
+            same[row["rank"]] += row["count"]
+    # all of them: an epoch that is begun anew after a failure has its order again
+    if not same or any(same[rank] < begun[rank] for rank in begun):
+        return None
+    return Fact(kind, 0.0, "step", values={"count": plural(max(same.values()), "time")})
+
+
 def _steps_of_equal_losses(facts: StepFacts) -> int:
     """The steps of the job if the losses of all its ranks are the same number in each of them; else 0."""
     losses_of_step = []
@@ -305,6 +320,15 @@ TRAINS_WRONGLY = (
         "The average of equal gradients is each of them, so further ranks add nothing.",
         "Give each rank its own part: DataLoader(..., sampler=DistributedSampler(dataset)), or a seed with the rank in"
         " it.",
+    ),
+    fault_rule(
+        "same_order",
+        _same_order,
+        "Each epoch has the order of the one before: DistributedSampler was begun again {count} and its epoch was never"
+        " set",
+        "With shuffle=True its order depends on its seed and on the number that set_epoch gives it alone.",
+        "sampler.set_epoch(epoch) before each epoch, or loader.sampler.set_epoch(epoch).",
+        unless=["same_data"],
     ),
     fault_rule(
         "not_stepped",

@@ -20,6 +20,9 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | `cache emptied` | calls of `torch.cuda.empty_cache` |
 | `to numpy` | tensors whose numbers are read by `numpy()` and `tolist()` |
 | `loader begun` | iterators of data loaders that are made |
+| `epoch begun` | epochs that a DistributedSampler with shuffle=True begins, without the first one (hooks.py) |
+| `same order` | those of them that have the order of the one before, since `set_epoch` was not called |
+| `group made` | calls of `torch.distributed.new_group` |
 | `resident` | bytes that the process holds when a step ends; on a GPU those of its allocator |
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
@@ -48,7 +51,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdplab.recording.rows import is_main_thread
-from fsdplab.recording.scales import are_scaled
 
 if TYPE_CHECKING:
     from fsdplab.recording.rank import RankRecorder
@@ -219,8 +221,8 @@ def _watch_clipping_again(module: Any, recorder: RankRecorder) -> None:
         if recorder.done or torch.compiler.is_compiling():
             return taken_of(parameters, *args, **kwargs)
         max_norm = args[0] if args else kwargs.get("max_norm")
-        if recorder.taken.scaler is not None and are_scaled(recorder.taken.scaler, max_norm):
-            recorder.taken.note("clipped scaled", 0)
+        if recorder.taken.scaler is not None:
+            recorder.clips(max_norm)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # the same parameters in the same order are the same call
         began, key = time.perf_counter_ns(), tuple(map(id, listed))
@@ -245,6 +247,7 @@ def _watch_collectives(recorder: RankRecorder) -> None:
         return
     from torch.distributed import distributed_c10d
 
+    _wrap_all([distributed_c10d, dist], "new_group", "group made", recorder)
     for name in OWN:
         if hasattr(distributed_c10d, name):
             wrapper = _of_the_loop(getattr(distributed_c10d, name), f"own {name}", recorder)

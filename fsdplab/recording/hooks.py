@@ -162,6 +162,7 @@ def _hook_loaders(recorder: RankRecorder) -> None:
 
     _BaseDataLoaderIter.__next__ = timed
     _hook_beginnings(recorder)
+    _hook_samplers(recorder)
 
 
 def _hook_beginnings(recorder: RankRecorder) -> None:
@@ -183,6 +184,21 @@ def _hook_beginnings(recorder: RankRecorder) -> None:
             recorder.taken.note("loader begun", took_ns)
 
     DataLoader.__iter__ = timed
+
+
+def _hook_samplers(recorder: RankRecorder) -> None:
+    """Note the epochs that a DistributedSampler which shuffles begins, and those in the order of the one before."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    begin = DistributedSampler.__iter__
+
+    @functools.wraps(begin)
+    def noting(self: Any) -> Any:
+        if not recorder.done and self.shuffle and recorder.taken.may_begin():
+            recorder.epoch_begins(self, self.epoch)
+        return begin(self)
+
+    DistributedSampler.__iter__ = noting
 
 
 def _hook_profilers(recorder: RankRecorder) -> None:

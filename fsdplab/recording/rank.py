@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fsdplab.recording.garbage import Collections
 from fsdplab.recording.rows import Place, StepRows, Taken, is_main_thread, resident_bytes
+from fsdplab.recording.scales import are_scaled
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import has_no_learning_rate, parameters_of
 
@@ -72,6 +73,7 @@ class RankRecorder:
         self._window: Window | None = None
         self._collections = Collections(self._collected)
         self._step = 0
+        self._epochs = weakref.WeakKeyDictionary[Any, tuple[int, int]]()  # the last one of each sampler, and its step
         self._began: float | None = None
         self._cpu_began = time.process_time()
         os.register_at_fork(after_in_child=self._forked)
@@ -159,6 +161,24 @@ class RankRecorder:
         """Note a full collection of the garbage collector."""
         if not self.done and self.taken.may_begin():
             self.taken.note("garbage_collection", took_ns)
+
+    @_or_gives_up
+    def epoch_begins(self, sampler: Any, epoch: int) -> None:
+        """Note that a sampler which shuffles begins this epoch, and whether it is the one before once more."""
+        last_epoch, last_step = self._epochs.get(sampler, (None, self._step))
+        self._epochs[sampler] = epoch, self._step
+        # a batch that is looked at before the loop is no epoch
+        if last_step == self._step:
+            return
+        self.taken.note("epoch begun", 0)
+        if last_epoch == epoch:
+            self.taken.note("same order", 0)
+
+    @_or_gives_up
+    def clips(self, max_norm: Any) -> None:
+        """Note that gradients of a scaled loss are clipped to this norm, if they still are scaled."""
+        if are_scaled(self.taken.scaler, max_norm):
+            self.taken.note("clipped scaled", 0)
 
     @_or_gives_up
     def profiler_starts(self) -> None:
