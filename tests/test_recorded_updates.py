@@ -82,6 +82,27 @@ def test_values_of_what_ddp_keeps_equal_are_read(alone):
     assert values_of(network) == {}, "a model of no engine"
 
 
+class Quantised(torch.Tensor):
+    """Values of a library's own, of which little is defined."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.any, torch.Tensor.reshape, torch.Tensor.float):
+            raise NotImplementedError(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_parameters_that_cannot_be_read_are_left_out(alone):
+    network = nn.ParameterDict({
+        "up": nn.Parameter(torch.ones(4)),
+        "quantised": nn.Parameter(torch.ones(4).as_subclass(Quantised)),
+        "fp8": nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False),
+        "whole": nn.Parameter(torch.ones(4, dtype=torch.int32), requires_grad=False),
+    })  # fmt: skip
+    network._ddp_params_and_buffers_to_ignore = []
+    assert set(values_of(nn.parallel.DistributedDataParallel(network))["values"]) == {"module.up"}
+
+
 def test_of_a_large_model_some_parameters_are_read(alone):
     network = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(1000)])
     assert 200 < len(values_of(nn.parallel.DistributedDataParallel(network))["values"]) <= 256
@@ -186,6 +207,14 @@ def test_an_optimizer_that_keeps_no_averages_of_gradients_tells_nothing(optimize
     network, optimizer = after_steps(optimizer_of, steps)
     assert "masked.weight" not in untrained(network, [optimizer]).get("without", {})
     assert untrained(network, []) == {}
+
+
+def test_a_state_that_cannot_be_read_tells_nothing():
+    network, optimizer = after_steps(torch.optim.AdamW)
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].as_subclass(Quantised)
+    assert untrained(network, [optimizer]) == {}
 
 
 def test_a_parameter_that_any_rank_has_seen_a_gradient_of_is_trained():

@@ -34,7 +34,7 @@ def values_of(model: nn.Module) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         values = local(parameter.detach())
         is_ignored = name in ignored or name.removeprefix("module.") in ignored
-        if not is_ignored and values.numel() and values.is_floating_point() and not values.is_meta:
+        if not is_ignored and values.numel() and _is_plain(values):
             named.append((name, values))
     every = -(-len(named) // _PARAMETERS)
     chosen = dict(named[:: max(1, every)])
@@ -56,6 +56,12 @@ def _ranks_with_copies(model: nn.Module) -> list[int]:
             replicas = getattr(group.mesh_info, "replicate_process_group", None)
             return [] if replicas is None else dist.get_process_group_ranks(replicas)
     return []
+
+
+def _is_plain(values: torch.Tensor) -> bool:
+    """Return whether these are numbers that can be indexed: of quantised kinds and types of a byte not all can."""
+    is_of_torch = type(values) is torch.Tensor and values.layout is torch.strided and not values.is_meta
+    return is_of_torch and values.is_floating_point() and values.element_size() > 1
 
 
 def _some_of(values: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,9 @@ def _averages(state: Mapping[Any, Any], parameter: torch.Tensor) -> list[torch.T
     held = state.get(parameter, {})
     averages = []
     for value in held.values() if isinstance(held, Mapping) else ():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+        # a quantised state has no sums of its own
+        is_plain = isinstance(value, torch.Tensor) and type(local(value)) is torch.Tensor
+        if is_plain and value.is_floating_point() and value.shape == parameter.shape:
             averages.append(value)
     return averages
 
