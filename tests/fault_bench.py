@@ -206,6 +206,7 @@ FAULTS = (
     Fault("set-epoch", "no fault: the sampler's epoch is set, and a batch is looked at before the loop",
           accuses=False, remedy=_both()),
     Fault("new-group", "a group of processes is made in each step", ("new_group",), _both("before the loop")),
+    Fault("sharpness", "no fault: a second backward at weights nearby (SAM)", accuses=False, remedy=_both()),
     Fault("contrastive", "no fault: features are gathered for the loss", accuses=False, remedy=_both()),
     Fault("norms-in-loss", "no fault: the loss has the parameters' norms", accuses=False, remedy={"ddp": ()}),
 )  # fmt: skip

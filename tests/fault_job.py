@@ -332,6 +332,17 @@ class Loop:
             loss.backward(retain_graph=self.fault in ("keeps-graph", "two-losses", "retains"))
             if self.fault == "two-losses":
                 (0.1 * loss).backward()
+        if self.fault == "sharpness":
+            self.step_of_sam(x, y)
+
+    def step_of_sam(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """The gradient at the worst point nearby, in place of the one that is there."""
+        weights = [local(parameter.detach()) for parameter in self.model.parameters()]
+        up = [0.1 * local(parameter.grad) for parameter in self.model.parameters()]
+        torch._foreach_add_(weights, up)
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+        torch._foreach_sub_(weights, up)
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch."""

@@ -249,6 +249,9 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
     assert "reduced 4 times a step" in found.title and remedy in found.remedy
     total = sum(nbytes for kind, *_, nbytes in calls if kind != "all_gather") / (2 if spec is FSDP2 else 1)
     assert f"{size(0.75 * total)} of {size(total)} sent are avoidable" in found.title
+    for adding, kinds in ((3, ["reduced_often"]), (0, [])):  # as of SAM, which sets them to zero between
+        record = job(tmp_path, spec, calls, {"adding_backwards": adding}, backward=(4, 30 * MS, 0))
+        assert [each.kind for each in faults(record)] == kinds
     once = [each for each in calls if each[0] == "all_gather"] + (SHARDED[8:] if spec is FSDP2 else REPLICATED)
     assert faults(job(tmp_path, spec, once, backward=(4, 30 * MS, 0))) == []
 

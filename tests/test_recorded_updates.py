@@ -312,3 +312,90 @@ def test_a_scaler_of_another_form_ends_no_job(rank, capsys):
     rank.taken.scaler = SimpleNamespace(_per_optimizer_states={1: "ready"})
     rank.clips(1.0)
     assert rank.done and "the job goes on: AttributeError" in capsys.readouterr().err
+
+
+# ---- backwards of one step
+
+
+def seen_in(optimizers: list[Any], step: Any) -> dict[str, Any]:
+    seen = Gradients(nn.ModuleList(), optimizers)
+    step(seen)
+    seen.end()
+    return seen.as_report()
+
+
+def adding(optimizers: list[Any], step: Any) -> int:
+    return int(seen_in(optimizers, step)["adding_backwards"])
+
+
+def test_backwards_that_add_up_are_told_from_those_of_gradients_that_are_set_to_zero_between():
+    one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    of_one, of_other = (torch.optim.SGD([parameter], lr=0.1) for parameter in (one, other))
+
+    def backward(seen: Gradients, loss: torch.Tensor) -> None:
+        seen.before_backward()
+        loss.backward()
+
+    def micro_batches(seen: Gradients) -> None:
+        for _ in range(3):
+            backward(seen, one.sum())
+        seen.before_update(of_one)
+        of_one.zero_grad()
+
+    def nearby(seen: Gradients) -> None:
+        for set_to_none in (True, False):
+            of_one.zero_grad(set_to_none)
+            backward(seen, one.sum())
+        seen.before_update(of_one)
+
+    def in_turns(seen: Gradients) -> None:
+        """A critic, and a generator whose loss goes through it."""
+        of_one.zero_grad()
+        backward(seen, one.sum())
+        seen.before_update(of_one)
+        of_other.zero_grad()
+        backward(seen, (one * other).sum())
+        seen.before_update(of_other)
+
+    def by_a_closure(seen: Gradients) -> None:
+        seen.before_update(of_one)
+        nearby(seen)
+
+    assert adding([of_one], micro_batches) == 2
+    assert adding([of_one], nearby) == 0
+    assert [adding([of_one, of_other], in_turns) for _ in range(2)] == [0, 0]
+    assert adding([of_one], by_a_closure) == 0
+
+
+def test_an_optimizer_that_is_made_anew_in_the_measured_step_is_told_of_too():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizers = [torch.optim.SGD([parameter], lr=0.1)]  # the recorder's own list, which it changes
+
+    def step(seen: Gradients) -> None:
+        for _ in range(2):
+            seen.before_backward()
+            parameter.sum().backward()
+            optimizers[:] = [torch.optim.SGD([parameter], lr=0.1)]
+            seen.before_update(optimizers[0])
+
+    assert adding(optimizers, step) == 0  # each has a backward of its own
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_gradients_that_another_models_backward_finds_may_be_set_to_zero_before_their_own(zeroes):
+    """A critic that steps several times for each step of the generator, whose backward begins the measured step."""
+    critic, generator = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    of_critic = torch.optim.SGD([critic], lr=0.1)
+
+    def step(seen: Gradients) -> None:
+        seen.before_backward()
+        (critic * generator).sum().backward()
+        if zeroes:
+            of_critic.zero_grad()
+        seen.before_backward()
+        critic.sum().backward()
+        seen.before_update(of_critic)
+
+    critic.sum().backward()
+    report = seen_in([of_critic], step)
+    assert report["never_zeroed"] is not zeroes and bool(report["kept_gradient_bytes"]) is not zeroes

@@ -97,7 +97,7 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Claim reductions that are made once for each micro-batch."""
     times = micro_batches(facts)
     reductions = [row for row in _of_engine(facts) if row["kind"] in REDUCTIONS and row["phase"] != "optimizer"]
-    if times < 2 or not reductions:
+    if times < 2 or not reductions or _none_adds(facts):
         return None
     often_bytes = _repeated_bytes(facts, reductions, times)
     total_bytes = sum(row["logical_bytes"] for row in reductions)
@@ -110,6 +110,15 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     cost = _exposed(left, lambda cell: cell.kind in REDUCTIONS and cell.phase != "optimizer", avoidable)
     values = {"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)}
     return Fact(kind, cost, values=values)
+
+
+def _none_adds(facts: StepFacts) -> bool:
+    """Whether gradients are set to zero before each backward of a step, so that each is reduced for itself: of a
+    generator and its critic, of a point nearby (SAM), of a closure that is called several times (L-BFGS).
+    """
+    # where other engines keep gradients between two backwards was not tried
+    is_known = facts.spec.get("engine") in ("torch-ddp", "torch-fsdp2")
+    return is_known and facts.observed.get("adding_backwards") == 0
 
 
 def _repeated_bytes(facts: StepFacts, reductions: Sequence[Row], times: int) -> int:

@@ -6,6 +6,7 @@ A job whose gradients are lost on their way trains something else than it should
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,34 +34,48 @@ class Gradients:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self._model = model
         self._optimizers = optimizers
-        self._kept_bytes: int | None = None  # when the first backward begins
+        self._kept_bytes: int | None = None  # when a backward begins, the fewest
         self._never_zeroed = False
         self._without_gradient = 0  # parameters
         self._updates_seen = 0
         self._had_gradients = False  # at any update, or after the step
         self._idle_bytes = 0  # of gradients that no optimizer steps
         self._lost = _Lost()
+        # by the id of an optimizer: whether it had gradients when each backward since its last step began
+        self._had_at = defaultdict[int, list[bool]](list)
+        self._adding: dict[int, int] = {}  # backwards that added to the gradients of its step
         # of each parameter a few values before the step, by its id
         self._before = {id(parameter): _some_values(parameter) for parameter in model.parameters()}
 
     def before_backward(self) -> None:
-        """Look, at the first backward of the step, at the gradients that are still there from the step before.
+        """Look at the gradients to which a backward will add: those of the step before that are still there, as far as
+        no backward of the step finds fewer.
 
         Where one of several optimizers has none, the others keep theirs for a reason: a GAN trains in turns.
         """
-        if self._kept_bytes is not None:
-            return
         kept = [_gradients(parameters_of([optimizer])) for optimizer in self._optimizers]
-        if not all(kept):
-            self._kept_bytes = 0
-            return
-        self._kept_bytes = sum(local_bytes(gradients) for gradients in kept)
-        self._never_zeroed = all(_has_values(gradients) for gradients in kept)
+        have_values = [_has_values(gradients) for gradients in kept]
+        for optimizer, has_values in zip(self._optimizers, have_values):
+            self._had_at[id(optimizer)].append(has_values)
+        kept_bytes = sum(local_bytes(gradients) for gradients in kept) if all(kept) else 0
+        if self._kept_bytes is None:
+            self._never_zeroed = bool(kept_bytes) and all(have_values)
+            self._kept_bytes = kept_bytes
+        self._kept_bytes = min(self._kept_bytes, kept_bytes)
 
     def before_update(self, optimizer: Any) -> None:
         """Look at what an optimizer is about to step."""
         self._updates_seen += 1
         self._had_gradients = self._had_gradients or bool(_gradients(parameters_of([optimizer])))
+        had = self._had_at.pop(id(optimizer), [])
+        if had:
+            self._note_backwards(id(optimizer), had)
+
+    def _note_backwards(self, number: int, had: Sequence[bool]) -> None:
+        """Note whether an optimizer had gradients when each backward before its step began."""
+        self._adding[number] = max(self._adding.get(number, 0), _adding(had))
+        # another model's backward comes first, and they are set to zero before their own
+        self._never_zeroed = self._never_zeroed and False not in had
 
     def end(self) -> None:
         """Look at the gradients after the step."""
@@ -69,6 +84,10 @@ class Gradients:
         self._without_gradient = len(trained) - len(gradients)
         # a closure calls backward inside of the optimizer's step
         self._had_gradients = self._had_gradients or bool(gradients)
+        for number, had in self._had_at.items():
+            # a closure calls backward when the step has begun
+            if number not in self._adding:
+                self._note_backwards(number, had)
         self._idle_bytes = local_bytes(_gradients(self._not_stepped()))
         self._lost = self._lost_in_the_step()
 
@@ -78,6 +97,7 @@ class Gradients:
         return {
             "kept_gradient_bytes": self._kept_bytes or 0,
             "never_zeroed": self._never_zeroed,
+            "adding_backwards": max(self._adding.values(), default=0),
             "unused_parameters": self._without_gradient,
             "updates_nothing": self._updates_seen > 0 and not self._had_gradients,
             "has_model": any(True for _ in self._model.parameters()),
@@ -138,6 +158,22 @@ class Gradients:
             if parameter.requires_grad and not hasattr(parameter, "to_local"):
                 outside.append(parameter)
         return outside
+
+
+def _adding(had: Sequence[bool]) -> int:
+    """Count the backwards that add to gradients of the same step, by whether there were any when each of them began.
+
+    >>> _adding([False, True, True])  # three micro-batches
+    2
+    >>> _adding([True, False])  # they were set to zero between the two, so that the second one alone counts
+    0
+    >>> _adding([True, True])  # the first one adds to those of the step before
+    1
+    """
+    adding = 0
+    for had_gradients in had:
+        adding = adding + 1 if had_gradients else 0
+    return adding if False in had else max(0, adding - 1)
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
