@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data.distributed import DistributedSampler
 
+from fsdplab.engine import shard_model
 from fsdplab.recording.gradients import Gradients
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.replicas import compared, values_of
 from fsdplab.recording.scales import Scales, are_scaled
 from fsdplab.recording.settings import Settings
-from fsdplab.recording.subject import has_no_learning_rate
+from fsdplab.recording.subject import fsdp2_groups, has_no_learning_rate, subject_of
 from fsdplab.recording.untrained import untrained, untrained_everywhere
 
 pytestmark = pytest.mark.quick
@@ -80,6 +86,32 @@ def test_values_of_what_ddp_keeps_equal_are_read(alone):
     assert found["values"]["module.up.weight"][0] == weight[0] and found["values"]["module.up.weight"][-1] == weight[-1]
     assert {len(values) for values in found["values"].values()} == {8}
     assert values_of(network) == {}, "a model of no engine"
+
+
+@pytest.mark.parametrize("strategy,held", [("no_shard", 4), ("zero1", 0), ("full_shard", 0)])
+def test_values_of_the_labs_replicas_are_read(alone, strategy, held):
+    network = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    shard_model(network, strategy, units=[nn.Linear])
+    found = values_of(network)
+    assert len(found.get("values", ())) == held
+    assert fsdp2_groups(network) == [], "they pass for PyTorch's units"
+
+
+def test_values_of_replicas_of_shards_are_read_and_not_those_of_experts_on_another_mesh(alone):
+    mesh, own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")), DeviceMesh("cpu", [0])
+    network = nn.Sequential(OrderedDict(dense=nn.Linear(8, 8), experts=nn.Linear(8, 1), ignored=nn.Linear(8, 1)))
+    of_experts = ShardPlacementResult(Shard(0), FSDPMeshInfo(own, shard_mesh_dim=0))
+    of_dense = ShardPlacementResult(Shard(0), HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
+    experts = set(network.experts.parameters())
+    fully_shard(
+        network,
+        mesh=mesh,
+        ignored_params=set(network.ignored.parameters()),
+        shard_placement_fn=lambda parameter: of_experts if parameter in experts else of_dense,
+    )
+    assert len(fsdp2_groups(network)) == 2
+    assert set(values_of(network)["values"]) == {"dense.weight", "dense.bias"}
+    assert subject_of([torch.optim.SGD(network.parameters())], network).strategy == "hybrid_shard"
 
 
 class Quantised(torch.Tensor):

@@ -142,7 +142,7 @@ def _same_start(facts: StepFacts) -> str:
         )
     return (
         "Begin with one model: torch.manual_seed with the same number on all ranks before the model is made, or the"
-        " same weights loaded on each rank. fully_shard over a mesh of replicas sends no parameters between them."
+        " same weights loaded on each rank. Sharding sends no parameters from one replica to another."
     )
 
 

@@ -1,7 +1,8 @@
 """Compares the parameters that several ranks hold as copies of each other: training keeps them equal if they were.
 
-DistributedDataParallel sends rank 0's parameters once, when it wraps the model, and replicas of FSDP2's shards are sent
-never. Afterwards ranks add the same update to what each of them has, so what was loaded on one rank alone stays there.
+DistributedDataParallel sends rank 0's parameters once, when it wraps the model; replicas of FSDP2's shards, and of the
+lab's, are never sent. Afterwards ranks add the same update to what each of them has, so what was loaded on one rank
+alone stays there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.recording.gradients import local
-from fsdplab.recording.subject import fsdp2_units
+from fsdplab.recording.subject import fsdp2_groups, lab_units
 
 _PARAMETERS = 256  # of a model that are looked at, spread over all of it
 _VALUES = 8  # of each of them
+_Replicated = tuple[dist.ProcessGroup | None, list[nn.Parameter]]
 _APART = 1e-3  # of a parameter's size: equal ranks have the same bits, and other kinds of GPUs round otherwise
 
 
@@ -26,15 +28,14 @@ def values_of(model: nn.Module) -> dict[str, Any]:
     """Return some values of the parameters that this rank holds a copy of, by name, and the ranks that have the others;
     {} where it holds no copies.
     """
-    ranks = _ranks_with_copies(model)
+    ranks, parameters = _copies(model)
     if len(ranks) < 2:
         return {}
-    ignored = set(getattr(model, "parameters_to_ignore", ()))  # which DistributedDataParallel leaves alone
+    held = {id(parameter) for parameter in parameters}
     named = []
     for name, parameter in model.named_parameters():
         values = local(parameter.detach())
-        is_ignored = name in ignored or name.removeprefix("module.") in ignored
-        if not is_ignored and values.numel() and _is_plain(values):
+        if id(parameter) in held and values.numel() and _is_plain(values):
             named.append((name, values))
     every = -(-len(named) // _PARAMETERS)
     chosen = dict(named[:: max(1, every)])
@@ -45,17 +46,49 @@ def values_of(model: nn.Module) -> dict[str, Any]:
     return {"ranks": ranks, "values": dict(zip(chosen, some))}
 
 
-def _ranks_with_copies(model: nn.Module) -> list[int]:
-    """Return the ranks of the job whose parameters should be equal to this rank's."""
+def _copies(model: nn.Module) -> tuple[list[int], list[nn.Parameter]]:
+    """Return the ranks that should hold equal values, this rank among them, and the parameters that have these."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return dist.get_process_group_ranks(model.process_group)
-    for unit in fsdp2_units(model):
-        # a unit whose parameters all belong to inner ones has no group
-        group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
-        if group is not None:
-            replicas = getattr(group.mesh_info, "replicate_process_group", None)
-            return [] if replicas is None else dist.get_process_group_ranks(replicas)
-    return []
+        return dist.get_process_group_ranks(model.process_group), _kept_equal(model)
+    by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+    for replicas, parameters in [*_of_lab(model), *_of_fsdp2(model)]:
+        if replicas is not None:
+            ranks = dist.get_process_group_ranks(replicas)
+            by_ranks[tuple(ranks)] += parameters
+    if not by_ranks:
+        return [], []
+    # experts on a mesh of their own have other replicas: what most parameters have is compared
+    most = max(by_ranks, key=lambda ranks: len(by_ranks[ranks]))
+    return list(most), by_ranks[most]
+
+
+def _kept_equal(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters that are not on the list of those which DistributedDataParallel leaves alone."""
+    ignored = set(model.parameters_to_ignore)
+    kept = []
+    for name, parameter in model.module.named_parameters():
+        if name not in ignored and f"module.{name}" not in ignored:
+            kept.append(parameter)
+    return kept
+
+
+def _of_lab(model: nn.Module) -> list[_Replicated]:
+    """Return each unit's group of replicas, None where it has none, and its parameters, of the lab's engine."""
+    found = []
+    for unit in lab_units(model):
+        transport = unit.memory.config.replicate
+        group = None if transport is None else transport.group
+        found.append((group, [param.at_rest for param in unit.memory.params]))
+    return found
+
+
+def _of_fsdp2(model: nn.Module) -> list[_Replicated]:
+    """Do as `_of_lab`, of PyTorch's fully_shard."""
+    found = []
+    for group in fsdp2_groups(model):
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
+        found.append((replicas, [param.sharded_param for param in group.fsdp_params]))
+    return found
 
 
 def _is_plain(values: torch.Tensor) -> bool:

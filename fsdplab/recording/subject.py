@@ -165,11 +165,7 @@ def _of_deepspeed(module: Any, optimizers: Sequence[Any]) -> Subject | None:
 
 
 def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
-    engine = sys.modules.get("fsdplab.engine.module")
-    if engine is None:  # a job that has not imported the engine does not train with it
-        return None
-    # in the order of `modules`: the root first
-    units = [part._unit_hooks.unit for part in module.modules() if isinstance(part, engine.FSDPModule)]
+    units = lab_units(module)
     if not units:
         return None
     config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
@@ -187,11 +183,7 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     units = fsdp2_units(module)
     if not units:
         return None
-    groups = []
-    for unit in units:
-        group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
-        if group:  # a unit whose parameters all belong to inner ones has none
-            groups.append(group)
+    groups = fsdp2_groups(module)
     if not groups:
         return Subject(module, "torch-fsdp2", "full_shard", {})
     mixed = getattr(groups[0], "mp_policy", None)
@@ -208,6 +200,33 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     else:
         strategy = "shard_grad_op"
     return Subject(module, "torch-fsdp2", strategy, settings)
+
+
+def lab_units(module: nn.Module) -> list[Any]:
+    """Return the units of the lab's engine, the root's first."""
+    engine = sys.modules.get("fsdplab.engine.module")
+    if engine is None:  # a job that has not imported the engine does not train with it
+        return []
+    # in the order of `modules`
+    return [part._unit_hooks.unit for part in module.modules() if isinstance(part, engine.FSDPModule)]
+
+
+def fsdp2_groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters of PyTorch's fully_shard, the root's first.
+
+    A unit whose parameters all belong to inner ones has none, and one has several where shard_placement_fn gives
+    parameters a mesh of their own.
+    """
+    groups = []
+    for unit in fsdp2_units(module):
+        state = unit._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups += state._fsdp_param_groups
+        # torch before 2.12
+        elif getattr(state, "_fsdp_param_group", None):
+            groups.append(state._fsdp_param_group)
+    # the lab's units pass for PyTorch's, and have no such mesh
+    return [group for group in groups if hasattr(group, "mesh_info")]
 
 
 def fsdp2_units(module: nn.Module) -> list[Any]:
