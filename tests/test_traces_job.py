@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from fsdplab.cli import main
 from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
+from fsdplab.profiling.traces import side_by_side
 from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.profiling.traces.one_job import ranks_by_name, traces_in
@@ -196,7 +200,9 @@ def test_one_rank_cut_short(tmp_path):
 # ---- side by side
 
 
-def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path):
+def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the reader was imported')")
+    monkeypatch.chdir(tmp_path)
     readings = [(rank(number).write(tmp_path / f"rank{number}.json"), {}) for number in (0, 1)]
     told = []
     found = read_all(readings, lambda *one: told.append(one[:2]), processes=2)
@@ -204,6 +210,22 @@ def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path)
     (tmp_path / "rank1.json").write_text("no trace")
     with pytest.raises(TraceError, match="rank1.json is no Chrome trace"):
         read_all(readings, processes=2)
+
+
+def test_what_still_reads_is_ended_with_the_reading(tmp_path, monkeypatch):
+    """A signal, or the first error: a trace of a gigabyte would be read to its end."""
+    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(side_by_side, "run_of", lambda module: sleeps)
+    readers = side_by_side._Readers()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(readers.read, (tmp_path / "rank0.json", {}))
+        while not readers._started:
+            time.sleep(0.01)
+        readers.end()
+        with pytest.raises(TraceError, match="rank0.json could not be read: its process ended with status -9"):
+            reading.result(30)
+    with pytest.raises(TraceError, match="rank1.json was not read"):
+        readers.read((tmp_path / "rank1.json", {}))
 
 
 # ---- the command

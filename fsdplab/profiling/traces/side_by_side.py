@@ -12,12 +12,14 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import fsdplab
+from fsdplab.common.machine import cores
+from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
@@ -41,7 +43,7 @@ def read_all(
     """
     is_small = _unpacked_bytes(readings) < _SMALL
     if not processes:
-        processes = 1 if is_small else min(len(readings), _cores())
+        processes = 1 if is_small else min(len(readings), cores())
     # in this process: another one takes longer to start
     if processes == 1 and is_small:
         return [analyse_trace(path, **options) for path, options in readings]
@@ -58,50 +60,65 @@ def _unpacked_bytes(readings: Sequence[Reading]) -> int:
     return total
 
 
-def _cores() -> int:
-    """The cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: int) -> list[TraceAnalysis]:
     """Read so many traces at once, each in a process of its own."""
     analyses: dict[int, TraceAnalysis] = {}
+    readers = _Readers()
     with ThreadPoolExecutor(many) as pool:
-        waiting = {pool.submit(_read_elsewhere, reading): index for index, reading in enumerate(readings)}
+        waiting = {pool.submit(readers.read, reading): index for index, reading in enumerate(readings)}
         try:
             for done in as_completed(waiting):
                 index = waiting[done]
                 analyses[index] = done.result()
                 if progress:
                     progress(len(analyses), len(readings), readings[index][0])
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # the first error ends the reading; what has begun is finished
+        except BaseException:  # the first error, or a signal, ends the reading
+            readers.end()
+            pool.shutdown(cancel_futures=True)
             raise
     # they end in any order, and are given in that of the readings
     return [analyses[index] for index in range(len(readings))]
 
 
-def _read_elsewhere(reading: Reading) -> TraceAnalysis:
-    """Read one trace in a process of its own."""
-    package = str(Path(fsdplab.__file__).resolve().parents[1])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdplab.profiling.traces.side_by_side"],
-        input=pickle.dumps(reading),
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise TraceError(
-            f"{reading[0]} could not be read: its process ended with status {done.returncode}"
-            f" ({said[-1] if said else 'it said nothing'}); free memory, or give fewer traces at once."
-        )
-    answer = pickle.loads(done.stdout)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+class _Readers:
+    """The processes that read a trace each, started from several threads, and ended all at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._ended = False
+
+    def read(self, reading: Reading) -> TraceAnalysis:
+        """Read one trace in a process of its own; TraceError where that is ended, or ends before it has answered."""
+        with self._lock:
+            if self._ended:
+                raise TraceError(f"{reading[0]} was not read: another trace could not be.")
+            process = subprocess.Popen(
+                run_of("fsdplab.profiling.traces.side_by_side"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=with_this_checkout(os.environ),
+            )
+            self._started.append(process)
+        printed, errors = process.communicate(pickle.dumps(reading))
+        if process.returncode:
+            said = errors.decode(errors="replace").strip().splitlines()
+            raise TraceError(
+                f"{reading[0]} could not be read: its process ended with status {process.returncode}"
+                f" ({said[-1] if said else 'it said nothing'}); free memory, or give fewer traces at once."
+            )
+        answer = pickle.loads(printed)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """Kill those that still read, and start no more: a trace of a gigabyte takes a minute."""
+        with self._lock:
+            self._ended = True
+            for process in self._started:
+                process.kill()
 
 
 def main() -> None:
