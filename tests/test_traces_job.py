@@ -342,6 +342,13 @@ def test_traces_without_steps_count_as_one_and_every_report_says_so(tmp_path):
     assert record_of_traces(stepped).summary.traces.notes == ()
 
 
+def test_a_sign_that_looks_like_a_number_is_text_in_a_name(tmp_path):
+    """`"²".isdigit()` is true, and it is no whole number of Python's."""
+    for name in ("10²1.json", "9²1.json"):
+        rank(0).write(tmp_path / name)
+    assert [path.name for path in traces_in(tmp_path)] == ["9²1.json", "10²1.json"]
+
+
 def test_a_trace_that_is_a_list_of_events_is_found_in_its_folder(tmp_path):
     events = GpuRank(world_size=1).step(1, 0, 50).kernel(10, 100, 300).content()["traceEvents"]
     (tmp_path / "rank0.json").write_text(json.dumps(events))

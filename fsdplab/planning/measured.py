@@ -235,6 +235,6 @@ def _sent_by(record: RunRecord, step: int, ranks: int) -> dict[str, dict[str, Tr
 def _place(unit: str) -> tuple[int, str]:
     """The root first, then blocks by their numbers, then other units."""
     number = unit.rpartition(".")[2]
-    if number.isdigit():
+    if number.isdecimal():
         return int(number) + 1, unit
     return (0 if unit == ROOT else 10**6), unit

@@ -48,7 +48,7 @@ def _by_numbers(path: Path) -> list[int | str]:
     """A key by which `rank10` comes behind `rank9`: text and numbers in turn."""
     key: list[int | str] = []
     for part in re.split(r"(\d+)", path.name):
-        key.append(int(part) if part.isdigit() else part)
+        key.append(int(part) if part.isdecimal() else part)  # "²" is a digit, and no number
     return key
 
 
