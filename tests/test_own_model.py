@@ -120,6 +120,11 @@ def test_a_file_that_changes_the_working_folder_leaves_that_of_its_reader(tmp_pa
         with contextlib.suppress(ModelError):
             check_code(RunSpec(model=f"sub/{name}.py"))
         assert Path.cwd() == tmp_path
+    (tmp_path / "sub" / "width.txt").write_text("7")
+    source = "import os, torch\nos.chdir(os.path.dirname(__file__))\n" + REST
+    reads = "def model(): return torch.nn.Linear(int(open('width.txt').read()), 1)"
+    _written(tmp_path / "sub" / "reads.py", source.replace("def model(): ...", reads))
+    assert workload_in(Path("sub/reads.py")).build("cpu", 0).in_features == 7 and Path.cwd() == tmp_path
     monkeypatch.setenv("FSDPLAB_TEMPORARY", "as in a rank")
     _written(tmp_path / "sub" / "goes.py", "import os\nos.chdir(os.path.dirname(__file__))\n" + REST + "# changed\n")
     workload_in(Path("sub/goes.py"))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fsdplab.common.temporary import TEMPORARY
 from fsdplab.workloads.errors import ModelError
@@ -27,16 +29,22 @@ def workload_in(path: Path) -> Workload:
 
 @cache
 def _workload_in(path: Path, changed_ns: int) -> Workload:
-    module = _imported(path)
+    module, chosen = _imported(path)
     given = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "units", "optimizer")}
+    if chosen != os.getcwd():
+        for name, value in given.items():
+            if inspect.isfunction(value):  # it may read what lies in the folder that its file has gone to
+                given[name] = _inside(chosen, value)
     try:
         return Workload(**given, name=path.name)  # type: ignore[arg-type]  # checked there
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from None
 
 
-def _imported(path: Path) -> ModuleType:
-    """Import a file, which finds the modules beside it; Python's own come first, as torch imports them later."""
+def _imported(path: Path) -> tuple[ModuleType, str]:
+    """Import a file, which finds the modules beside it; Python's own come first, as torch imports them later. Returns
+    the folder in which the file has gone on, too.
+    """
     name = path.stem
     if not name.isidentifier() or name in sys.modules:
         name = f"own_model_{name}"
@@ -48,11 +56,24 @@ def _imported(path: Path) -> ModuleType:
     try:
         with _working_folder_kept():
             spec.loader.exec_module(module)
+            chosen = os.getcwd()
     except (Exception, SystemExit) as error:
         # a half-imported module would be found by the next import
         del sys.modules[name]
         raise ModelError(f"{path.name} cannot be imported: {where_in(path, error)}") from error
-    return module
+    return module, chosen
+
+
+def _inside(folder: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that works in a folder, and leaves the caller's working folder as it was."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _working_folder_kept():
+            os.chdir(folder)
+            return function(*args, **kwargs)
+
+    return called
 
 
 @contextmanager
