@@ -559,6 +559,8 @@ def test_the_axis_of_every_sweep_has_words_and_a_unit(name):
         (["sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its button saves an SVG"),
         (["sweep", "gpus=8,16", "--figure", "/no/such/folder/a.html"], "--figure /no/such/folder/a.html cannot be"),
         (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
+        (["fit", "--model", "my/model.py"], "my/model.py is a Python file, of which one step is planned"),
+        (["sweep", "model=gpt2,mine.py"], "mine.py is a Python file, of which one step is planned"),
     ],
     ids=str,
 )

@@ -22,6 +22,11 @@ _LARGEST_FILE = 10**6  # bytes; a configuration has some thousand
 
 def model_named(name: str) -> ModelShape:
     """Return the shape of a known name, of a `config.json`, or of a folder with one; raise ModelError."""
+    if name.endswith(".py"):
+        raise ModelError(
+            f"{name} is a Python file, of which one step is planned (fsdplab plan step); expected a model's name, or"
+            " the config.json of a Hugging Face model"
+        )
     is_path = name.endswith(".json") or "/" in name
     if not is_path or "\0" in name:  # no path holds a zero byte
         return model(name)
