@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -195,6 +197,20 @@ def test_equal_weights_come_from_one_seed_and_torch_goes_on_as_before():
     assert torch.equal(one[0].inner.weight, same[0].inner.weight)
     assert not torch.equal(one[0].inner.weight, other[0].inner.weight)
     assert all(each.is_meta for each in work.build("meta", 1).parameters())
+
+
+def test_a_batch_that_draws_without_its_generator_is_the_same_for_the_twin():
+    """The run's losses were said to differ from the reference's: only the batches did."""
+    work = Workload(
+        model=lambda: nn.Linear(1, 1),
+        batch=lambda at: (torch.rand(2).tolist(), random.random(), numpy.random.rand()),
+        loss=lambda model, batch: 0,
+    )
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    first, other_rank = (work.batch(At(0, rank, 2)) for rank in (0, 1))
+    assert first == work.batch(At(0, 0, 2)) and not {*first[0], *first[1:]} & {*other_rank[0], *other_rank[1:]}
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert numpy.random.get_state()[1].tolist() == before[2], "a notebook's own numbers go on as before"
 
 
 def test_a_model_that_is_none_or_has_nothing_to_train_is_refused():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,7 +80,9 @@ class Workload(Task):
         return _without_whole_compile(built).train()
 
     def batch(self, at: At) -> Any:
-        return self._functions["batch"](at)
+        """Call `batch(at)`; what it draws without `at.generator` is the same on a rank and in the twin, too."""
+        with _seeded_on_cpu(zlib.crc32(f"batch/{at.place}".encode())):
+            return self._functions["batch"](at)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return one_scalar(self._functions["loss"](model, batch))
@@ -219,22 +222,36 @@ def _checked_units(units: Any) -> tuple[type[nn.Module], ...] | None:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed Python's, numpy's and torch's random numbers inside; afterwards they are as they were."""
+    with _others_seeded(seed), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _seeded_on_cpu(seed: int) -> Iterator[None]:
+    """Do the same but for the generators of GPUs, whose states take a context of CUDA to be kept."""
+    with _others_seeded(seed), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _others_seeded(seed: int) -> Iterator[None]:
+    """Seed Python's and numpy's random numbers inside."""
     numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
     # what a caller has drawn so far goes on afterwards as if nothing had been drawn here
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random.seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        # numpy takes 32 bits, torch 64
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
         if numpy is not None:
-            # numpy takes 32 bits, torch 64
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
+            numpy.random.set_state(of_numpy)
 
 
 def _without_whole_compile(model: nn.Module) -> nn.Module:
