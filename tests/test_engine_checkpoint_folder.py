@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -187,6 +188,11 @@ def test_without_ranks_it_works_too(tmp_path: Path) -> None:
     weight = model.weight.detach().clone()
     torch.nn.init.zeros_(model.weight)
     assert CheckpointFolder(tmp_path).load(model, optimizer) == 7 and torch.equal(model.weight, weight)
+    job = {"clip": float("nan"), "steps": 1}
+    with contextlib.closing(CheckpointFolder(tmp_path / "job", job=job)) as first:
+        first.save_last(model, optimizer, 1)
+    with contextlib.closing(CheckpointFolder(tmp_path / "job", job=job | {"steps": 1.0})) as again:
+        assert again.load(model, optimizer) == 1, "a setting that is no number is that of the same job"
     with pytest.raises(ValueError, match="keep must be 1 or more"):
         CheckpointFolder(tmp_path, keep=0)
     shutil.rmtree(tmp_path / "step-00000007")

@@ -199,7 +199,11 @@ class CheckpointFolder:
         if saved is None or self.job is None:
             return
         # A setting that only one of the two has differs too.
-        differing = sorted(name for name in {*saved, *self.job} if saved.get(name) != self.job.get(name))
+        differing = []
+        for name in sorted({*saved, *self.job}):
+            there, here = saved.get(name), self.job.get(name)
+            if there != here and repr(there) != repr(here):  # NaN is no equal of itself
+                differing.append(name)
         settings = [f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]]
         said = f"{path} is of another job: {', '.join(settings)}"
 
