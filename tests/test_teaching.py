@@ -245,7 +245,13 @@ def test_a_wrong_prefix_is_named_of_every_number_that_would_be_right_without_it(
 
 @pytest.mark.parametrize(
     "value,says",
-    [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")],
+    [
+        (..., "Not answered yet"),
+        ("lots", "cannot be read"),
+        ("3 s", "measures seconds"),
+        (None, "cannot be read"),
+        (float("nan"), "finite"),
+    ],
 )
 def test_what_is_no_answer_is_no_failed_try(course, value, says):
     verdict = answers.grade_answer("01.busbw", value)

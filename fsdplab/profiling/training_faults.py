@@ -318,8 +318,8 @@ TRAINS_WRONGLY = (
         _same_data,
         "All {ranks} ranks train on the same data: their {equal} are equal in each of {steps} steps",
         "The average of equal gradients is each of them, so further ranks add nothing.",
-        "Give each rank its own part: DataLoader(..., sampler=DistributedSampler(dataset)), or a seed with the rank in"
-        " it.",
+        "Give each rank its own part: DataLoader(..., sampler=DistributedSampler(dataset)), of an IterableDataset every"
+        " world_size-th sample from the rank's on, or a seed with the rank in it.",
     ),
     fault_rule(
         "same_order",

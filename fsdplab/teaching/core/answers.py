@@ -9,6 +9,7 @@ a notebook as well.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,9 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     """Return the verdict on a number: right within the question's tolerance, or the likely slip."""
     try:
         given = quantity(value, item.unit)
+        # of a division by zero in the learner's cell; it is neither too large nor too small
+        if not math.isfinite(given):
+            raise QuantityError(f"expected a finite number, got {value!r}")
     except QuantityError as error:
         return Verdict(item.id, Feedback("The answer cannot be read.", _form(item), repr(value), str(error)))
     right = item.right(against)

@@ -76,8 +76,9 @@ def quantity(value: float | str, unit: str) -> float:
     if isinstance(value, str):
         return _written(value, unit)
     number = single_number(value)
+    example = f"12 {unit}".strip()
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise QuantityError(f'expected a number or a text such as "12 {unit}", got {value!r} ({type(value).__name__})')
+        raise QuantityError(f'expected a number or a text such as "{example}", got {value!r} ({type(value).__name__})')
     return float(number)
 
 
@@ -118,7 +119,8 @@ def _written(text: str, unit: str) -> float:
     if not match:
         example = f"12 {unit}".strip()
         point = ", with a decimal point" if "," in text else ""
-        raise QuantityError(f'expected a number and a unit such as "{example}"{point}, got {text!r}')
+        expected = "a number and a unit" if unit else "a number"
+        raise QuantityError(f'expected {expected} such as "{example}"{point}, got {text!r}')
     digits, word = match[1], match[2]
     number = float(digits.replace(",", "").replace("_", ""))
     # without a word the number is in the question's own unit
