@@ -132,6 +132,14 @@ def test_where_nothing_fits_the_command_says_what_lacks_and_how_many_gpus_hold_i
 
 
 @pytest.mark.quick
+def test_the_fewest_gpus_are_no_more_than_those_of_the_plans_above(capsys):
+    """70 billion parameters hold on 16 cards with tensor parallelism, and without it on 24: 16 is said."""
+    given = ["--model", "llama-3.1-70b", "--gpu", "h100-80gb", "--world-size", "16"]
+    _, out, _ = ended(["plan", "fit", *given], capsys)
+    assert "fewest GPUs: 16 with" in out and ", tp " in out.partition("fewest GPUs: ")[2].splitlines()[0]
+
+
+@pytest.mark.quick
 def test_a_card_without_known_rates_is_answered_by_memory():
     found = fit(plan_spec("gpt2", "t4", gpus=4))
     assert found.fastest is not None and not has_known_flops(found.own.spec.gpu)

@@ -12,7 +12,6 @@ from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.as_flags import changes_in_words, flags, in_short
 from fsdplab.planning.elsewhere import HOST, elsewhere, sentences
-from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import fewest_gpus, plan_spec
 from fsdplab.planning.remedies import Remedy, lacking, remedies
 from fsdplab.planning.search import WHY, Candidate, Fit, fit
@@ -57,7 +56,7 @@ def fit_answer(
         *_reasons(result, f"{command} --sequence-length {spec.seq}"),
         *ways,
         *_single(result),
-        Line(_fewest_gpus(result.own.spec), "fewest GPUs"),
+        Line(_fewest_gpus(result), "fewest GPUs"),
         *_host(result),
         *_tried(result),
         Line(spec.gpu.memory_words, "card", "dim"),
@@ -137,10 +136,16 @@ def _nothing_fits(given: Candidate) -> Iterator[Line]:
         yield Line(missing, "as given")
 
 
-def _fewest_gpus(spec: PlanSpec) -> str:
+def _fewest_gpus(result: Fit) -> str:
+    """Name the fewest GPUs: of strategies and recomputation at any number of GPUs, and of the plans that were found."""
+    spec = result.own.spec
     plan = fewest_gpus(spec)
-    if plan is not None:
-        return f"{plan.spec.gpus} with {in_short(plan.spec)}"
+    holding = [] if plan is None else [plan.spec]
+    # tensor parallelism may hold on 64 GPUs what no number holds without it
+    holding += [candidate.spec for candidate in _picks(result).values()]
+    if holding:
+        least = min(holding, key=lambda each: each.gpus)
+        return f"{least.gpus} with {in_short(least)}"
     if spec.fabric:
         return "no number of these GPUs holds it"
     return f"no number of these GPUs holds it in one node, and no network between nodes is known for {spec.gpu.name}"
