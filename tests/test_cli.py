@@ -494,7 +494,7 @@ def test_a_step_of_one_of_two_runs_of_a_strategy_says_which_one(comparison):
     console = Console(width=100, file=io.StringIO())
     with ProgressTable(console, {record.path: ahead, record.path / "none": none}, Outputs(verbose=True)) as progress:
         progress.progressed(none, 1, 6, 5.25)
-    assert console.file.getvalue() == "full_shard, prefetch 0: warm-up step 1 of 2, loss 5.2500\n"
+    assert console.file.getvalue() == "full_shard, prefetch 0: warm-up step 1 of 2, rank 0's loss 5.2500\n"
 
 
 def test_a_terminal_of_80_columns_breaks_no_number_from_its_unit():
@@ -533,7 +533,7 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
     drawn = console.file.getvalue()
     assert (
         "full_shard" in drawn
-        and "torch-ddp: profiled step 2 of 4, loss 5.2500" in drawn
+        and "torch-ddp: profiled step 2 of 4, rank 0's loss 5.2500" in drawn
         and "1 of 2 runs done" in drawn
     )
 

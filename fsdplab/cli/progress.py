@@ -22,7 +22,7 @@ from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import steady_step
-from fsdplab.sessions.watcher import Watcher, step_words
+from fsdplab.sessions.watcher import Watcher, loss_words, step_words
 from fsdplab.workloads.own.sources import name_of
 
 WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
@@ -101,7 +101,7 @@ class ProgressTable(Watcher):
 
     def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
         """Show the step that rank 0 of the current run has ended."""
-        sentence = f"{self._name(spec)}: {step_words(spec, step, total)}, loss {loss:.4f}"
+        sentence = f"{self._name(spec)}: {step_words(spec, step, total)}, {loss_words(spec, loss)}"
         others = ""
         measuring = sum(row.status == MEASURING for row in self._rows.values())
         if measuring:

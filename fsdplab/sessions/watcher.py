@@ -61,3 +61,13 @@ def step_words(spec: RunSpec, step: int, total: int) -> str:
     if step <= last_timed:
         return f"timed step {step - spec.untimed} of {spec.steps}"
     return f"profiled step {step - last_timed} of {total - last_timed}"
+
+
+def loss_words(spec: RunSpec, loss: float) -> str:
+    """Name the loss that `progressed` receives: of several ranks the first one's, of the twin the mean of all.
+
+    >>> loss_words(RunSpec(strategy="zero2"), 5.25), loss_words(RunSpec(engine="twin"), 5.25)
+    ("rank 0's loss 5.2500", 'loss 5.2500')
+    """
+    is_one_of_several = spec.world_size > 1 and spec.engine != "twin"
+    return f"rank 0's loss {loss:.4f}" if is_one_of_several else f"loss {loss:.4f}"

@@ -23,7 +23,7 @@ from fsdplab.figures.lab.choices import PRESETS, SEQUENCE, Choices, check
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.watcher import step_words
+from fsdplab.sessions.watcher import loss_words, step_words
 from fsdplab.workloads.own.sources import is_own, name_of
 
 
@@ -272,7 +272,7 @@ class LabState:
             self._count(place, step / steps)
             doing = "its ranks are starting"
             if step:
-                doing = f"{step_words(spec, step, steps)}, loss {loss:.4f}"
+                doing = f"{step_words(spec, step, steps)}, {loss_words(spec, loss)}"
             name = RunView(spec.strategy, spec.engine, spec.world_size).label
             self._doing = f"run {place + 1} of {len(batch.specs)}, {name}: {doing}"
 
