@@ -314,6 +314,30 @@ def test_units_are_found(make, many, words):
     assert len(found.modules) == many and words in found.sentence, found.sentence
 
 
+class AsAUnitsInput(torch.autograd.Function):
+    """The identity that engines apply to the inputs of a unit."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_unit_that_changes_its_input_in_place_is_told_so_with_its_line():
+    def loss(model, x):
+        changed = AsAUnitsInput.apply(model(x))
+        changed += 1
+        return changed.sum()
+
+    work = Workload(model=lambda: nn.Linear(4, 4), batch=lambda at: torch.ones(2, 4), loss=loss)
+    drawn = work.drawn(At(step=0, rank=0, world_size=1))
+    with pytest.raises(ModelError, match=r"changes its input in place \(test_own_model.py, line \d+: changed \+= 1\)"):
+        work.seeded_loss(work.build("cpu", 0), drawn)
+
+
 def test_units_by_a_class_or_its_name():
     model = zoo.stack()
     assert len(named_class(model, "Linear").modules) == 4 and len(of_classes(model, [zoo.Block]).modules) == 3

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from fsdplab.common.words import plural
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.units import Units, count_words, of_classes, repeated_block
 from fsdplab.workloads.workload import At, Drawn, Task
+
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])  # frames of torch and of this package
 
 
 class Workload(Task):
@@ -91,7 +95,7 @@ class Workload(Task):
         try:
             return super().seeded_loss(model, drawn)
         except RuntimeError as error:
-            complaint = _on_another_device(drawn, str(error))
+            complaint = _on_another_device(drawn, str(error)) or _changed_in_place(error)
             if complaint:
                 raise ModelError(complaint) from error
             raise
@@ -177,6 +181,25 @@ def _on_another_device(drawn: Drawn, error: str) -> str:
                 " moved with .to(at.device)"
             )
     return ""
+
+
+def _changed_in_place(error: RuntimeError) -> str:
+    """Say what to do about a unit that changes its input in place; "" where `error` is not about that.
+
+    Engines pass a unit's inputs through an identity of autograd, whose backward ends the unit's own; what it returns
+    may not be changed in place.
+    """
+    if "is a view and is being modified inplace" not in str(error):
+        return ""
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _NOT_THE_USERS):
+            where = f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+    return (
+        f"a unit changes its input in place{where}, which the lab's engine and FSDP2 cannot run; expected a unit"
+        " that makes a new tensor (x = x + y in place of x += y, nn.ReLU() in place of nn.ReLU(inplace=True)), or other"
+        " units, which do not begin with it"
+    )
 
 
 def _scalar(value: Any) -> Tensor:
