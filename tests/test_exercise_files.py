@@ -334,6 +334,27 @@ def test_a_list_that_a_function_is_given_stays_as_it_is(tmp_path, workspace, bod
     assert found is None if says is None else says in f"{found.headline} {found.got}", found
 
 
+STEPS = (
+    DOUBLE.split("# ---- check")[0]
+    + """# ---- check: on 2 ranks, pure
+
+
+def cases(rank, n):
+    yield "two steps", 1.0 + rank
+
+
+def observe(double, x):
+    return {"step 0": double(x), "step 1": double(3 * x)}
+"""
+)
+
+
+def test_the_rank_that_was_wrong_first_is_told(tmp_path, workspace):
+    """Rank 1 is wrong from step 0 on (2 is doubled), rank 0 in step 1 (3 is): rank 1 is told, and step 0."""
+    found = feedback(exercise_of(tmp_path, STEPS), workspace, "return 2 * x + (x > 1)")
+    assert (found.rank, found.tensor, found.got) == (1, "step 0", "5.0")
+
+
 PARTS = (
     DOUBLE.split("# ---- check")[0]
     + """# ---- check: pure

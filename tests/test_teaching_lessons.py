@@ -346,6 +346,7 @@ def test_voila_gets_a_live_output_as_a_widget(monkeypatch):
     "rows,says",
     [
         ([[99.0], [500.0]], "some rows are still those from before the step"),
+        ([[100.0], [500.0]], "no row has changed"),
         ([[98.0], [498.0]], "one `optimizer.step()` updates the rows of all pairs"),
         ([[498.0], [99.0]], "another rank's rows"),
         ([[1.0], [1.0]], "what is to travel are the new rows"),

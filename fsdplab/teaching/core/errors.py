@@ -33,7 +33,11 @@ _WORDS = (  # (what the error's line says, what to change), the first that fits
     (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),
     (NoSuchRank.__name__, "the ring is not closed: after the last rank comes rank 0, `(rank + 1) % n`"),
     (r"NameError", "the cell is saved as a file of its own: it needs its own imports and helpers"),
-    (r"NoneType", "a collective writes into its argument and returns None; a `.grad` is None until it is set"),
+    (
+        r"NoneType",
+        "a collective writes into its argument and returns None; a `.grad` is None until it is set, and once it is"
+        " freed",
+    ),
     (r"mixed torch.Tensor and DTensor", "some parameters are sharded and others whole: call `fully_shard(model)` last"),
     (r"value was None|to a module once", "call `fully_shard` once for each block, and then for the model"),
     (r"leaf Variable that requires grad", "write values of parameters under `torch.no_grad()`"),

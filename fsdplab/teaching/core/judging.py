@@ -92,13 +92,18 @@ class Comparison:
 
     @cached_property
     def wrong_places(self) -> list[tuple[int, int]]:
-        """Return every place with a difference."""
+        """Return every place with a difference: those of a case by the fact that differs first, then by rank.
+
+        What is wrong on rank 1 after step 0 may reach rank 0 in step 1, so rank 1 comes first.
+        """
         wrong = []
         for case in range(len(self.learner.trials)):
             for rank in range(self.ranks):
-                if self.first_difference_at(case, rank) is not None:
-                    wrong.append((case, rank))
-        return wrong
+                fact_and_difference = self.first_difference_at(case, rank)
+                if fact_and_difference is not None:
+                    names = _compared_names(self.right_facts(case, rank))
+                    wrong.append((case, names.index(fact_and_difference[0]), rank))
+        return [(case, rank) for case, _, rank in sorted(wrong)]
 
     @cached_property
     def first(self) -> tuple[str, Difference]:

@@ -60,6 +60,8 @@ def whose(fact):
             if sorted(got[fact].flatten()) == sorted(right[fact].flatten()):
                 return "these are another rank's rows: block r of the list belongs to rank r"
             before = right[f"_{fact}"]
+            if (got[fact] == before).all():
+                return "no row has changed: the optimizer did not step, or found no gradients"
             if (got[fact] == before).any():
                 return (
                     "some rows are still those from before the step: all-gather after `optimizer.step()`, and into the"
