@@ -7,12 +7,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from fsdplab.engine import DataParallelMeshDims
+from fsdplab.engine import DataParallelMeshDims, fully_shard
 from tests.surface import (
     Net,
     close,
@@ -42,6 +43,7 @@ def bad_arguments(fsdp: Any) -> Any:
         "plain parameters": lambda: shard(Net(), mesh=two, dp_mesh_dims=DataParallelMeshDims(shard="a")),
         "no dim": lambda: DataParallelMeshDims(),
         "positional mesh": lambda: shard(Net(), plain),
+        "twice in one list": lambda: shard([once := nn.Linear(2, 2), once], mesh=plain),
     }
     with no_warnings():
         twice = error_of(lambda: (shard(m := Net(), mesh=plain), shard(m, mesh=plain)))
@@ -192,8 +194,18 @@ def strided(fsdp: Any) -> None:
     close(gradients(model), twin_gradients(twin))
 
 
+def ignored_by_name() -> None:
+    """Torch ignores nothing where names are given; here parameters may come from an iterator too."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match="ignored_params holds 'bias', a str; expected the parameters themselves"):
+        fully_shard(model, mesh=mesh_of(), ignored_params={"bias"})
+    fully_shard(model, mesh=mesh_of(), ignored_params=iter([model.bias]))
+    assert isinstance(model.weight, DTensor) and not isinstance(model.bias, DTensor)
+
+
 def test_bad_arguments(ranks) -> None:
     on_both(ranks, 2, bad_arguments, first_words, strided)
+    ranks(2, ignored_by_name)
 
 
 def test_containers_and_copies(ranks) -> None:

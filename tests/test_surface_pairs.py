@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from tests.surface import Net, gradients, loss_of, on_both, sharded
+from tests.surface import Block, Net, data, gradients, loss_of, mesh_of, on_both, sharded
 
 # ---- what is trained changes while modules show unsharded parameters
 
@@ -85,3 +86,58 @@ def test_what_is_trained_changes_while_parameters_are_unsharded(ranks) -> None:
         ranks, 2, trained_after_unshard, trained_between_micro_batches, trained_after_a_forward_alone,
         held_while_unsharded,
     )  # fmt: skip
+
+
+# ---- a list of modules that somebody calls and of modules that only hold others
+
+
+class Heads(nn.Module):
+    """A norm and a list of heads, of which one may be a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(8, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return [head(x) for head in self.heads]
+
+
+def losses(model: nn.Module, seed: int) -> torch.Tensor:
+    """The heads' losses, with a weight each."""
+    return sum(weight * head.square().mean() for weight, head in enumerate(model(data(seed)), 1))
+
+
+def norm_and_heads(fsdp: Any) -> Any:
+    """The list of heads has no forward; the norm's forward gathers them, and they stay until the root's has ended."""
+    answers = []
+    for keeps, inner in ((None, False), (True, False), (False, False), (True, True)):
+        model = Heads()
+        for block in model.blocks:
+            fsdp.fully_shard(block, mesh=mesh_of(), reshard_after_forward=keeps)
+        if inner:
+            fsdp.fully_shard(model.heads[1], mesh=mesh_of())
+        fsdp.fully_shard([model.norm, model.heads], mesh=mesh_of(), reshard_after_forward=keeps)
+        fsdp.fully_shard(model, mesh=mesh_of())
+        losses(model, 0).backward()
+        answers.append(gradients(model))
+        model.zero_grad()
+        with torch.no_grad():
+            answers.append(model(data(1)))
+        model.set_requires_gradient_sync(False)
+        losses(model, 2).backward()
+        model.set_requires_gradient_sync(True)
+        model(data(3))[1].sum().backward()
+        answers.append(gradients(model))
+        answers.append([type(model.heads).__name__, sorted(model.state_dict())])
+    return answers
+
+
+@pytest.mark.full
+def test_a_list_of_modules_may_hold_containers(ranks) -> None:
+    on_both(ranks, 2, norm_and_heads)

@@ -120,13 +120,14 @@ def shard_model(
     if prefetch < 0:
         raise ValueError(f"prefetch must be 0 or more units, got {prefetch}")
     recompute = recompute_of(checkpoint)
+    ignored = tuple(ignored_params or ())
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
     # Blocks before what holds them, as with `fully_shard`: a unit owns what no unit below it holds.
     for module in [*reversed(select_units(model, units)), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
-        _make_units([module], config, lambda _: row.reshard_after_forward, ignored_params or ())
+        _make_units([module], config, lambda _: row.reshard_after_forward, ignored)
     # The root is known here, so units get their names and `prefetch` before the first forward.
     bind_root(model, prefetch)
     return model
@@ -195,11 +196,11 @@ def _make_units(
 
     `after` says what units do after their forward.
     """
+    ignored = tuple(ignored)  # once, as it may be `module.parameters()`
+    mark_ignored(ignored)
+    _check(modules)
     watch_optimizers()
     before_training[_check_first] = None
-    mark_ignored(ignored)
-    for module in modules:
-        _check(module)
 
     # Which parameters it has, and over which mesh each of them is cut.
     owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
@@ -244,18 +245,24 @@ def _check_first(root: nn.Module, runtime: Runtime) -> None:
     warn_of_differing_weights(unit.memory for unit in runtime.units.values())
 
 
-def _check(module: nn.Module) -> None:
-    """Raise for a module that is a unit already, or that no forward would gather."""
-    if hooks_of(module) is not None:
-        raise AssertionError(
-            "Each distinct composable distributed API can only be applied to a module once. fully_shard has already"
-            f" been applied: {type(module).__name__} is already a unit"
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+def _check(modules: Sequence[nn.Module]) -> None:
+    """Raise for modules of which one is a unit already, or of which none has a forward that would gather them."""
+    for number, module in enumerate(modules):
+        if hooks_of(module) is not None or module in modules[:number]:
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already"
+                f" been applied: {type(module).__name__} is already a unit, or stands twice in one list"
+            )
+    if modules and not any(_has_forward(module) for module in modules):
         raise ValueError(
             "fully_shard does not support containers that do not implement forward: a"
-            f" {type(module).__name__} has no forward, so nothing would gather its parameters; shard its children"
+            f" {type(modules[0]).__name__} has no forward, so nothing would gather its parameters; shard its children"
         )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether somebody may call `module`: a list or a dict of modules only holds them."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward
 
 
 def _check_shape(name: str, original: nn.Parameter) -> None:

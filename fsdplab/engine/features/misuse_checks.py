@@ -160,8 +160,13 @@ def watch_units(units: Iterable[Unit]) -> None:
 def mark_ignored(
     parameters: Iterable[torch.Tensor],  # any shapes
 ) -> None:
-    """Mark `parameters`, of which each rank trains its own copy, as the user has asked."""
+    """Mark `parameters`, of which each rank trains its own copy, as the user has asked; raise for names of them."""
     for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"ignored_params holds {parameter!r}, a {type(parameter).__name__}; expected the parameters themselves,"
+                " such as {model.head.bias}"
+            )
         parameter._trained_apart = True
 
 
