@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.surface import Block, Net, data, gradients, loss_of, mesh_of, on_both, sharded
@@ -141,3 +142,55 @@ def norm_and_heads(fsdp: Any) -> Any:
 @pytest.mark.full
 def test_a_list_of_modules_may_hold_containers(ranks) -> None:
     on_both(ranks, 2, norm_and_heads)
+
+
+# ---- evaluation of what is kept unsharded, by some ranks more often than by others
+
+
+def as_long_as_each_likes(fsdp: Any) -> Any:
+    """Ranks generate different numbers of tokens, between training steps; all is unsharded after the first."""
+    model, answers = sharded(fsdp), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model.set_reshard_after_forward(False)
+        with torch.no_grad():
+            tokens = [model(data(step))]
+            for _ in range(1 + 2 * dist.get_rank()):
+                tokens.append(model(tokens[-1]))
+        for unit in (model, *model.blocks):
+            unit.reshard()
+        model.set_reshard_after_forward(True)
+        loss = loss_of(model, step)
+        loss.backward()
+        answers.append((tokens, loss.detach(), gradients(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return answers
+
+
+def on_rank_0_alone(fsdp: Any) -> Any:
+    """All is unsharded by hand, and rank 0 generates."""
+    model, answers = sharded(fsdp), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for unit in (model, *model.blocks):
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        with torch.no_grad():
+            token = data(step)
+            for _ in range(3 if dist.get_rank() == 0 else 0):
+                token = model(token)
+        for unit in (model, *model.blocks):
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
+        loss = loss_of(model, step)
+        loss.backward()
+        answers.append((token, loss.detach(), gradients(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return answers
+
+
+@pytest.mark.full
+def test_ranks_may_evaluate_as_often_as_each_likes(ranks) -> None:
+    on_both(ranks, 2, as_long_as_each_likes, on_rank_0_alone)

@@ -45,6 +45,8 @@ class Runtime(StepOrder):
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
         self._has_trained = False  # whether a forward has recorded gradients
+        self._evaluates = False  # whether the last forward of the root recorded none, and no backward came since
+        self._evaluates_again = False  # whether the one before it neither
 
     @compat.outside_modes
     def before_forward(self, unit: Unit) -> None:
@@ -65,6 +67,8 @@ class Runtime(StepOrder):
     def _begin_forward(self, unit: Unit) -> None:
         """Begin a root forward: forget what an earlier step has left, and wait for an optimizer on another stream."""
         self.raised = None
+        self._evaluates_again = self._evaluates and not torch.is_grad_enabled()
+        self._evaluates = not torch.is_grad_enabled()
         compat.forget_casts()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
@@ -112,11 +116,16 @@ class Runtime(StepOrder):
     def end_backward(self) -> None:
         """End the backward of the root, without autograd recording what is done."""
         super().end_backward()
+        self._evaluates = False
 
     @torch.no_grad()
     def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return those of `units` that need not be gathered again: no rank has other shards since."""
-        memories = unchanged([unit.memory for unit in units])
+        """Return those of `units` that need not be gathered again: no rank has other shards since.
+
+        Where one evaluation follows another, only a rank that finds its own shards written to asks the others. So what
+        is kept unsharded is evaluated without communication, by one rank alone or by some ranks more often.
+        """
+        memories = unchanged([unit.memory for unit in units], asks_always=not self._evaluates_again)
         return [unit for unit in units if unit.memory in memories]
 
     def _hand_out_undecided(self) -> None:

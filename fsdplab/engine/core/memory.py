@@ -410,10 +410,11 @@ class UnitMemory(GradientMemory):
             transport.await_peers()
 
 
-def unchanged(memories: Sequence[UnitMemory]) -> set[UnitMemory]:
+def unchanged(memories: Sequence[UnitMemory], asks_always: bool) -> set[UnitMemory]:
     """Return the memories of which no rank has other shards than those that were gathered.
 
-    The ranks exchange one byte for each. All units over the same ranks share one exchange and one read of the device.
+    The ranks exchange one byte for each: always, or only if this rank has other shards in one of them. All units over
+    the same ranks share one exchange and one read of the device.
     """
     over: dict[Transport | None, list[UnitMemory]] = {}  # None: one rank
     for memory in memories:
@@ -423,7 +424,7 @@ def unchanged(memories: Sequence[UnitMemory]) -> set[UnitMemory]:
         device = sharing[0].config.device
         changed = [torch.as_tensor(memory.changed(), device=device) for memory in sharing]
         flags = torch.stack(changed).to(torch.uint8)  # [units], of this rank
-        if transport is not None:
+        if transport is not None and (asks_always or flags.any()):
             flags = transport.largest(flags)  # 1 where any rank has other shards
         for memory, is_changed in zip(sharing, flags.tolist()):
             if not is_changed:
