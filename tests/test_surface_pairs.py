@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.surface import Block, Net, data, gradients, loss_of, mesh_of, on_both, sharded
+from tests.surface import Block, Net, data, gradients, loss_of, mesh_of, on_both, sharded, shown
 
 # ---- what is trained changes while modules show unsharded parameters
 
@@ -169,25 +169,30 @@ def as_long_as_each_likes(fsdp: Any) -> Any:
 
 
 def on_rank_0_alone(fsdp: Any) -> Any:
-    """All is unsharded by hand, and rank 0 generates."""
-    model, answers = sharded(fsdp), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for unit in (model, *model.blocks):
-            unit.unshard()
-            unit.set_reshard_after_forward(False, recurse=False)
-        with torch.no_grad():
-            token = data(step)
-            for _ in range(3 if dist.get_rank() == 0 else 0):
-                token = model(token)
-        for unit in (model, *model.blocks):
-            unit.reshard()
-            unit.set_reshard_after_forward(unit is not model, recurse=False)
-        loss = loss_of(model, step)
-        loss.backward()
-        answers.append((token, loss.detach(), gradients(model)))
-        optimizer.step()
-        optimizer.zero_grad()
+    """All is unsharded by hand, and rank 0 generates; units stay so that are not resharded after their forward."""
+    answers = []
+    for at_first in (True, False):
+        model = sharded(fsdp, reshard_after_forward=None if at_first else False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for unit in (model, *model.blocks):
+                unit.unshard()
+                if at_first:
+                    unit.set_reshard_after_forward(False, recurse=False)
+            with torch.no_grad():
+                token = data(step)
+                for _ in range(3 if dist.get_rank() == 0 else 0):
+                    token = model(token)
+            answers.append((token, shown(model)))
+            for unit in (model, *model.blocks):
+                unit.reshard()
+                if at_first:
+                    unit.set_reshard_after_forward(unit is not model, recurse=False)
+            loss = loss_of(model, step)
+            loss.backward()
+            answers.append((loss.detach(), gradients(model), shown(model)))
+            optimizer.step()
+            optimizer.zero_grad()
     return answers
 
 

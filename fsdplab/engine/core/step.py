@@ -137,7 +137,7 @@ class StepOrder:
             other.to_run = set()
             if not will_backward:
                 # Evaluation: no backward will reshard what was prefetched, or stays unsharded after its forward.
-                if not other.keep_unsharded:
+                if not other.stays_unsharded:
                     other.reshard("forward")
                 other.memory.await_copies()
         self._await_peers()
@@ -150,7 +150,7 @@ class StepOrder:
         self.schedule.after_forward(unit.name)
         with self._span("post_forward", unit.name):
             may_reshard = unit.reshard_after_forward
-            nobody_needs_it = not will_backward and not unit.keep_unsharded
+            nobody_needs_it = not will_backward and not unit.stays_unsharded
             if (may_reshard or nobody_needs_it) and not unit.hidden:
                 unit.reshard("forward", until_backward=will_backward)
 

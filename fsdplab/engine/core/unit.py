@@ -126,6 +126,7 @@ class Unit(Generic[M]):
         self.backward = DONE
         self._gathered = False  # whether it was unsharded since its shards last changed
         self._by_hand = False  # whether it was unsharded outside a forward: the next one uses that
+        self._held = False  # whether somebody has unsharded it so, and nobody has resharded it since
         self._gathering: Pending | None = None
         self._reduction: Iterator[Pending] = iter(())
         self._collective: Pending | None = None  # of the reduction, under way
@@ -134,6 +135,11 @@ class Unit(Generic[M]):
     def name(self) -> str:
         """What the root calls its modules, once there is a root."""
         return self.memory.name
+
+    @property
+    def stays_unsharded(self) -> bool:
+        """Whether a forward that no backward follows leaves it unsharded, unless it reshards after every forward."""
+        return self.keep_unsharded or self._held
 
     # ---- start_unshard, finish_unshard
 
@@ -180,6 +186,7 @@ class Unit(Generic[M]):
             self._gathered = False
             self._by_hand = True
             self.start_unshard("forward")
+        self._held = True
 
     def start_unshard(self, phase: str) -> None:
         """Issue the all-gather and return at once; nothing happens if that is under way or done."""
@@ -243,7 +250,7 @@ class Unit(Generic[M]):
 
     def _free(self, phase: str) -> None:
         """Free the unsharded parameters, where the strategy frees them, and note that they are sharded."""
-        self._by_hand = False
+        self._by_hand = self._held = False
         self.memory.free()
         self._move(SHARDED, phase)
 
