@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.surface import Block, Net, data, gradients, loss_of, mesh_of, on_both, sharded, shown
 
@@ -199,3 +201,56 @@ def on_rank_0_alone(fsdp: Any) -> Any:
 @pytest.mark.full
 def test_ranks_may_evaluate_as_often_as_each_likes(ranks) -> None:
     on_both(ranks, 2, as_long_as_each_likes, on_rank_0_alone)
+
+
+# ---- mixed precision and containers that pytree takes for leaves
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    value: torch.Tensor
+    name: str
+
+
+class NamedPair(Pair):
+    """Its subclass, with a method."""
+
+
+class Triple(tuple):
+    """A tuple of another class."""
+
+
+class Within(nn.Module):
+    """A layer that takes its input out of a container, and returns its output in one."""
+
+    def __init__(self, kind: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, given: Any) -> tuple[Any, torch.dtype]:
+        value = next(iter(given))
+        return self.kind(self.layer(value.to(self.layer.weight.dtype))), value.dtype
+
+
+def cast_within(fsdp: Any) -> Any:
+    """Inputs are cast to `param_dtype`, and outputs to `output_dtype`; gradients flow through tuples."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    answers = []
+    for kind in (lambda value: NamedPair(value, "pair"), lambda value: Triple((value, 1)), lambda value: {value}):
+        model = Within(kind)
+        fsdp.fully_shard(model, mesh=mesh_of(), mp_policy=policy)
+        given = data().requires_grad_()
+        answer, seen = model(kind(given * 1))
+        value = next(iter(answer))
+        answers.append((type(answer).__name__, str(value.dtype), str(seen)))
+        if not isinstance(answer, set):  # torch asks none of its outputs
+            value.square().sum().backward()
+            answers.append((given.grad, gradients(model)))
+    return answers
+
+
+@pytest.mark.full
+def test_values_are_cast_within_tuples_and_sets(ranks) -> None:
+    on_both(ranks, 2, cast_within)

@@ -59,7 +59,11 @@ def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if len(children) != 1 or children[0] is not tree:
         return children, lambda new: tree_unflatten(new, shape)
 
-    # Subclasses that pytree takes for leaves.
+    # Subclasses and sets, which pytree takes for leaves.
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # of a named tuple
+        return list(tree), tree._make
+    if isinstance(tree, tuple | set):
+        return list(tree), kind
     if isinstance(tree, dict):
         return list(tree.values()), lambda new: _changed(tree, zip(tree, new), setitem)
     if isinstance(tree, list):
