@@ -448,6 +448,16 @@ def test_a_last_micro_batch_that_is_not_reduced_is_named(begin_ms, is_named, tmp
     assert found == (["reduced_early"] if is_named else [])
 
 
+def test_a_reduction_that_ends_late_in_one_step_hides_no_copies_that_differ(tmp_path):
+    """A busy machine delays one of eight reductions beyond the begin of the last backward."""
+    for observed, kinds in ((COPIES, ["reduced_early"]), ({**COPIES, "different_parameters": 0}, [])):
+        record = job(tmp_path, DDP, REPLICATED, observed, backward=(4, 30 * MS, 0))
+        computing(record, ("forward", 0), ("backward", 60 * MS), ("forward", 90 * MS))
+        for each in record.table("collectives"):
+            each["end_ns"] += 80 * MS * (each["step"] == 9)
+        assert [each.kind for each in faults(record)] == kinds
+
+
 def test_a_loss_that_is_read_in_each_micro_batch_is_named(tmp_path):
     found = only(job(tmp_path, read=(8, MS, 0), backward=(4, 30 * MS, 0)))
     assert found.kind == "reads" and "reads 4 numbers" in found.title
