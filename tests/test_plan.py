@@ -611,7 +611,7 @@ def test_one_rank_sends_nothing_and_many_wait_for_the_latency_of_rings(capsys):
 
 def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
     long = plan("llama-3.1-8b", "h100", gpus=64, seq=131_072, checkpointing="full")
-    assert [remedy.words for remedy in remedies(long.spec)] == ["--loss chunked", "--tp 4"]
+    assert [remedy.words for remedy in remedies(long.spec)] == ["--loss chunked", "--cp 4", "--tp 4"]
     assert plan_of(replace(long.spec, tensor_parallel=4)).fits and plan_of(replace(long.spec, context_parallel=8)).fits
     alone = shortfall(plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4")) or ""
     assert "--strategy full_shard" not in alone and "--batch-size 1" not in alone and "--tp" not in alone

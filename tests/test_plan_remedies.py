@@ -95,7 +95,20 @@ def test_a_smaller_loss_is_enough_where_logits_are_too_large():
     """65,536 tokens x 128,256 words: 12 bytes each do not fit, 4 do; no second change and no adapters are named."""
     spec = PLANS[5]
     assert 12 * spec.seq * spec.model.vocabulary > 80 * 2**30 > 4 * spec.seq * spec.model.vocabulary
-    assert [remedy.words for remedy in remedies(spec)] == ["--loss fused", "--tp 4"]
+    assert [remedy.words for remedy in remedies(spec)] == ["--loss fused", "--cp 2", "--tp 4"]
+
+
+def test_long_sequences_are_shared_by_several_gpus_and_usual_ones_are_not():
+    long = plan_spec("llama-3.1-8b", "h100-80gb", gpus=8, checkpointing="full", seq=131_072)
+    ways = {remedy.words: remedy for remedy in remedies(long)}
+    shared = ways["--cp 8"]
+    # each GPU has an eighth of the activations, and holds as much of the states as before
+    assert shared.spec.context_parallel == 8 and shared.fitness == "yes"
+    activations = [plan_of(spec).memory.peak.by_category["activations"] for spec in (long, shared.spec)]
+    assert activations[1] == pytest.approx(activations[0] / 8, rel=0.01)
+    assert shared.tokens_per_s > ways["--tp 8"].tokens_per_s
+    usual = plan_spec("llama-3.1-8b", "h100-80gb", gpus=8, micro_batch=32, seq=4096)
+    assert remedies(usual) and not any("--cp" in remedy.words for remedy in remedies(usual))
 
 
 def test_a_smaller_micro_batch_keeps_the_tokens_of_a_step():

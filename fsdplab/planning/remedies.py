@@ -26,6 +26,7 @@ from .step_time import has_known_flops, step_time
 
 MOST = 3  # remedies that are named
 EQUAL = 0.02  # of the speed: a smaller difference tells nothing
+_LONG_TOKENS = 16_384  # of a sequence: shorter ones are cut into parts that hide too little communication
 _ADAPTERS: dict[str, Any] = {"lora_rank": 16}
 _CHUNKED: dict[str, Any] = {"loss": "chunked"}
 _FULL: dict[str, Any] = {"checkpointing": "full"}
@@ -100,6 +101,19 @@ def more_tensor_ranks(spec: PlanSpec) -> list[Changes]:
     return [{"tensor_parallel": ways} for ways in (2, 4, 8) if spec.tensor_parallel < ways <= most]
 
 
+def more_context_ranks(spec: PlanSpec) -> list[Changes]:
+    """Return larger context-parallel groups inside a node, for long sequences: they cut activations and the loss alike.
+
+    >>> from .planner import plan_spec
+    >>> more_context_ranks(plan_spec("llama-3.1-8b", "h100", gpus=4, seq=131_072))
+    [{'context_parallel': 2}, {'context_parallel': 4}]
+    """
+    if spec.seq < _LONG_TOKENS:
+        return []
+    most = min(8, spec.gpus, spec.gpus_per_node)
+    return [{"context_parallel": ways} for ways in (2, 4, 8) if spec.context_parallel < ways <= most]
+
+
 def more_sharding(spec: PlanSpec) -> list[Changes]:
     """Return the strategies that shard all states, in groups and over all ranks, where the plan's shards less."""
     if spec.row.saves_most:
@@ -142,6 +156,7 @@ ROWS = (
     Row("optimizer", smaller_states),
     Row("adapters", adapters),
     Row("tensor parallelism", more_tensor_ranks),
+    Row("context parallelism", more_context_ranks),
     Row("sharding", more_sharding),
     Row("host memory", host_memory),
     Row("cards", more_cards),
