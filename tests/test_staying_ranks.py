@@ -230,8 +230,13 @@ def test_a_cell_that_hangs_in_python_is_interrupted_at_its_limit(staying: Stayin
 
 
 def test_an_interrupted_caller_interrupts_the_cell(staying: StayingRanks) -> None:
+    asleep: list[int] = []
+
     def interrupt(rank: int, line: str) -> None:
-        raise KeyboardInterrupt
+        asleep.append(rank)
+        # once: a second interrupt, by the line of a rank that was slower, would end the ranks
+        if len(asleep) == 2:
+            raise KeyboardInterrupt
 
     with pytest.raises(
         CellInterrupted,
