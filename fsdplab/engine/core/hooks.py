@@ -45,6 +45,7 @@ class Runtime(StepOrder):
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
         self._has_trained = False  # whether a forward has recorded gradients
+        self._is_checking = False  # before the first of them, or whether an exception has left the checks
         self._evaluates = False  # whether the last forward of the root recorded none, and no backward came since
         self._evaluates_again = False  # whether the one before it neither
 
@@ -60,9 +61,11 @@ class Runtime(StepOrder):
     def check_before_training(self, root: nn.Module) -> None:
         """Call the checks of `before_training`, before the first forward that records gradients."""
         if not self._has_trained:
-            self._has_trained = True
+            self._is_checking = True
             for check in before_training:
                 check(root, self)
+            # Last: checks that a rank has left are made again, by all ranks.
+            self._has_trained, self._is_checking = True, False
 
     def _begin_forward(self, unit: Unit) -> None:
         """Begin a root forward: forget what an earlier step has left, and wait for an optimizer on another stream."""
@@ -142,8 +145,8 @@ class Runtime(StepOrder):
 
     def reset(self) -> None:
         """Leave a step that raised: units are resharded, and transports begin anew."""
-        unfinished = self.forward_of is not None or self.in_backward
-        self.raised = None
+        unfinished = self.forward_of is not None or self.in_backward or self._is_checking
+        self.raised, self._is_checking = None, False
         super().reset()
         transports: dict[Transport, None] = {}  # of all units, in an order that all ranks share
         for unit in self.units.values():

@@ -178,6 +178,12 @@ class Transport(ABC):
         compat.all_reduce_unseen(flags, self.group)
         return flags
 
+    def meet(self) -> None:
+        """Return once all ranks have come here, before they communicate by other means; raise where one begins anew.
+
+        Here the collective that follows is the meeting.
+        """
+
     def storage(self, device: torch.device) -> ShardStorage:
         """Return where shards rest that no offload policy sends elsewhere."""
         return ShardStorage(device)

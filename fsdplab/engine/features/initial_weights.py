@@ -24,6 +24,7 @@ import torch.distributed as dist
 from fsdplab.engine import compat
 from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.placement import local_part
+from fsdplab.engine.core.transport import Transport
 
 WORD_BYTES = 8
 _MASK = (1 << 62) - 1  # room for the sign, with which one all-reduce finds the least and the largest
@@ -70,10 +71,12 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
     if not checked:
         return
     now = {memory: _checksums([param.local for param in memory.params]) for memory in checked}
+    # A rank that has left an earlier step waits in a transport, and never comes to a collective of the group.
+    transports: dict[dist.ProcessGroup, Transport] = {}
     over_shards: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
     over_replicas: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
     for memory in checked:
-        noted = _noted.pop(memory)
+        noted = _noted[memory]
         shard, replicate = memory.config.shard, memory.config.replicate
         # One maximum finds the largest and, of the negatives, the least: checksums 3 and 5 give 5 and -3, and the least
         # is 3. Where the two differ, ranks do.
@@ -82,22 +85,28 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
             rewritten = (now[memory] != noted.shards).long()
             sent = torch.stack([noted.wholes, -noted.wholes, rewritten])
             over_shards.setdefault(shard.group, []).append((memory, sent))
+            transports.setdefault(shard.group, shard)
         if replicate is not None:
             sums = now[memory]
             sent = torch.stack([sums, -sums, torch.zeros_like(sums)])
             over_replicas.setdefault(replicate.group, []).append((memory, sent))
+            transports.setdefault(replicate.group, replicate)
     for group, entries in over_shards.items():
+        transports[group].meet()
         _warn(
             _differing(group, entries),
             "differ between ranks before sharding, so each shard is of another initialisation; call torch.manual_seed"
             " with the same number on all ranks before the model is built, or load one state dict on all",
         )
     for group, entries in over_replicas.items():
+        transports[group].meet()
         _warn(
             _differing(group, entries),
             "differ between replicas, which will never be equal; initialise or load the same weights on all ranks"
             " (torch.manual_seed, or a broadcast from one rank)",
         )
+    for memory in checked:
+        del _noted[memory]
 
 
 def _warn(names: Sequence[str], text: str) -> None:

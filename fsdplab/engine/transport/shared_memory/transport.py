@@ -352,6 +352,21 @@ class SharedTransport(Transport):
         pending.wait()
         return flags
 
+    def meet(self) -> None:
+        """Return once all ranks have come here; raise where one has left a step and waits for all to begin anew.
+
+        A rank that went on to a collective of the process group would wait there for one that waits here.
+        """
+        operation = self._operations.claim(0, "meeting", "ranks", Unseen())
+        peers = [peer for peer in self._slots.nearest_first if peer != self.rank]
+
+        def come() -> None:
+            for peer in peers:
+                self._slots.await_written(peer, operation.number)
+
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._operations.publish(operation, nothing, None, [Step(come)]).wait()
+
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Publish this rank's shard, or where it rests; on waiting, copy every rank's shard into `whole`.
 
