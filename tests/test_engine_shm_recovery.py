@@ -452,6 +452,11 @@ def test_ranks_may_be_threads_of_one_process(ranks) -> None:
 # ---- everything in turn
 
 
+def test_some_lives_are_those_over_gloo(ranks) -> None:
+    """In the life of seed 2 a rank is interrupted while the other one begins to train a new model."""
+    assert ranks(2, same_lives, [0, 1, 2, 3]) == [4, 4]
+
+
 @pytest.mark.full("forty lives, of which the default tier has some")
 def test_forty_lives_are_those_over_gloo(ranks) -> None:
     """More of them: `same_lives` takes any seeds."""
