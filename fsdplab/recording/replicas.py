@@ -74,21 +74,21 @@ def _kept_equal(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter
 
 def _of_lab(model: nn.Module) -> list[_Replicated]:
     """Return each unit's group of replicas, None where it has none, and its parameters, of the lab's engine."""
-    found = []
+    units = []
     for unit in lab_units(model):
         transport = unit.memory.config.replicate
         group = None if transport is None else transport.group
-        found.append((group, [param.at_rest for param in unit.memory.params]))
-    return found
+        units.append((group, [param.at_rest for param in unit.memory.params]))
+    return units
 
 
 def _of_fsdp2(model: nn.Module) -> list[_Replicated]:
     """Do as `_of_lab`, of PyTorch's fully_shard."""
-    found = []
+    units = []
     for group in fsdp2_groups(model):
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
-        found.append((replicas, [param.sharded_param for param in group.fsdp_params]))
-    return found
+        units.append((replicas, [param.sharded_param for param in group.fsdp_params]))
+    return units
 
 
 def _is_plain(values: torch.Tensor) -> bool:
@@ -109,9 +109,9 @@ def compared(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     two such ranks.
     """
     by_group: dict[tuple[int, ...], list[Mapping[str, list[float]]]] = defaultdict(list)
-    for found in of_ranks:
-        if found:
-            by_group[tuple(found["ranks"])].append(found["values"])
+    for of_rank in of_ranks:
+        if of_rank:
+            by_group[tuple(of_rank["ranks"])].append(of_rank["values"])
     names, apart = set[str](), set[str]()
     for copies in by_group.values():
         first, *others = copies
