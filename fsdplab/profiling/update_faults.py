@@ -147,7 +147,7 @@ UPDATE_FAULTS = (
         "not_finite",
         _not_finite,
         "The loss is NaN or infinite in {count} of {steps} steps, first in step {first}",
-        "Its gradients are no numbers either, and what the optimizer makes of them stays in the parameters.",
+        "Its gradients are NaN or infinite too, and an optimizer that steps with them leaves NaN in the parameters.",
         "torch.autograd.set_detect_anomaly(True) for the first of these steps names the operator whose backward makes"
         " it: a log of 0, a division by 0, a softmax of a row that is masked as a whole, too high a learning rate.",
     ),
@@ -167,7 +167,7 @@ UPDATE_FAULTS = (
         "clipped_scaled",
         _clipped_scaled,
         "Gradients are clipped before GradScaler unscales them, while they are {scale} times as large",
-        "So they are clipped to a norm that is as much smaller than the one that clip_grad_norm_ is given.",
+        "After unscaling, their norm is at most the one that clip_grad_norm_ is given, divided by {scale}.",
         "scaler.unscale_(optimizer) after the last backward of a step, before clip_grad_norm_.",
         unless=["skipped_steps"],
     ),

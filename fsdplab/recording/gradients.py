@@ -18,14 +18,12 @@ from fsdplab.recording.subject import all_holding_state, fsdp2_units, parameters
 
 
 class _Lost(NamedTuple):
-    """Elements of parameters in a short type that have a gradient, those of them that a step did not change, elements
-    of all parameters that are stepped, of this rank; and the short type.
-    """
+    """Counts the elements of this rank's parameters whose updates were lost to rounding in one step."""
 
-    updated_elements: int = 0
-    lost_elements: int = 0
-    trained_elements_here: int = 0
-    short_type: str = ""
+    updated_elements: int = 0  # of parameters in bf16 or fp16, that have a gradient
+    lost_elements: int = 0  # of these, that the step has left as they were
+    trained_elements_here: int = 0  # of all parameters that are stepped
+    short_type: str = ""  # "bfloat16" or "float16"
 
 
 class Gradients:

@@ -148,15 +148,12 @@ class Window:
         if self._profiler is not None:
             self._profiler.stop()
         self._memory = self._profiler = self._subject = None
-        if self._batches is not None:
-            self._batches.end()
-        self._batches = None
+        self._end_batches()
         self._is_starting = False
 
     def close(self) -> None:
         """Measure nothing more."""
-        if self._batches is not None:
-            self._batches.end()
+        self._end_batches()
         self._open.__exit__(_Dropped, _Dropped(), None)
         if self._profiler is not None:
             self._profiler.stop()
@@ -230,13 +227,12 @@ class Window:
         if self._subject is not None and not is_compiled(self._subject.model):
             self._batches = Batches(self._subject.model, self._give_up)
 
-    def _end_batches(self) -> dict[int, int]:
-        """Look at no more batches; return the checksum of those of each step."""
+    def _end_batches(self) -> Batches | None:
+        """Look at no more batches; return what has looked at them, if anything has."""
         batches, self._batches = self._batches, None
-        if batches is None:
-            return {}
-        batches.end()
-        return batches.checksums()
+        if batches is not None:
+            batches.end()
+        return batches
 
     def _end_profile(self, ended: profiler.StepProfiler) -> None:
         mailbox, rank = self._settings.mailbox, self._place.rank
@@ -250,6 +246,10 @@ class Window:
             steps = self._settings.end - self._settings.first + self._warmup
             sent = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
         self.scales.read(self._ended)
+        checksums = {}
+        batches = self._end_batches()
+        if batches is not None:
+            checksums = batches.checksums()
         observed, copies, without_gradient = {}, {}, {}
         if self._subject is not None:
             copies = values_of(self._subject.model)
@@ -263,7 +263,7 @@ class Window:
             "observed": observed,
             "core_wait_s": self._core_waits,
             "cpu_share": self._cpu_share,
-            "batches": self._end_batches(),
+            "batches": checksums,
             "interpreter": self._interpreter.as_report(),
             "copies": copies,
             "untrained": without_gradient,
